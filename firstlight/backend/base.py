@@ -1,0 +1,53 @@
+"""The Backend protocol: what a device must do. Knows plans and results, not requests, text or scheduling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from firstlight.types import StepPlan, StepResult
+
+__all__ = ["Backend", "BackendInfo"]
+
+
+class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded backend offers. `fingerprint` names weights + KV layout: equal fingerprints may share KV."""
+
+    name: str
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_step_tokens: int
+    max_step_rows: int
+    kv_bytes_per_block: int
+    weight_bytes: int
+    num_threads: int
+    fingerprint: bytes
+    layouts: dict[str, int] = {}
+    """Bytes of weights per layout, for the start-up screen."""
+
+
+class Backend(Protocol):
+    """One loaded model on one device. One thread calls it; `run` releases the GIL while it computes."""
+
+    @property
+    def info(self) -> BackendInfo:
+        """Sizes and limits, fixed after load."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step.
+
+        Raises:
+            BackendError: the plan breaks a limit of `info`, or the device failed.
+        """
+
+    def read_blocks(self, block_ids: list[int]) -> bytes:
+        """The KV bytes of the blocks, `kv_bytes_per_block` each, in order."""
+
+    def write_blocks(self, block_ids: list[int], data: bytes) -> None:
+        """Puts bytes from `read_blocks` into blocks. Raises BackendError on a wrong size."""
+
+    def close(self) -> None:
+        """Frees the device's memory and threads. Idempotent."""

@@ -1,0 +1,197 @@
+"""Plain data that crosses rooms: requests, step plans, step results, token events.
+
+Nothing here has behaviour beyond checking itself; everything can be sent through a queue or a pipe.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "CoreRequest",
+    "FinishReason",
+    "OutputDelta",
+    "RowResult",
+    "RowSampling",
+    "SamplingParams",
+    "StepPlan",
+    "StepResult",
+    "StepRow",
+    "TokenEvent",
+    "TokenLogprob",
+    "Usage",
+]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. Every admitted request gets exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose output tokens, and when to stop. `firstlight.text.params.check` raises RequestError on bad values.
+
+    temperature 0 is greedy. `top_k` 0 is off. `logprobs` None is off, 0 gives the sampled token's own, k its k best rivals too.
+    `seed` None draws one at admission. `max_tokens` None runs to the context's end. `logit_bias` maps token id to addend.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    n: int = 1
+
+
+class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence for the core: ids only, checked, every default filled in.
+
+    `arrival_s` is on the core's monotonic clock. `stop_ids` end the output with reason stop (EOS is among them unless
+    ignored). `cache_salt` keeps tenants' prefix-cache entries apart. `max_tokens` >= 1 is resolved by the frontend.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    arrival_s: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    return_logits: bool = False
+    forced_ids: tuple[int, ...] = ()
+    """Output ids to take in place of the sampled ones (replay, teacher forcing); logits are still computed."""
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the backend samples one row. The j-th sampled position of the row uses noise (seed, output_index + j).
+
+    `history` holds every known id up to and including the first sampled position's own token, and is filled only when a
+    penalty is on; the first `num_prompt` of them are the prompt. Later sampled positions extend it with the row's token_ids.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    output_index: int
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    history: list[int] = []
+    num_prompt: int = 0
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's share of a step.
+
+    Computes `token_ids`, which stand at absolute positions [start, start + len(token_ids)), writing their KV into
+    `block_table` (block ids covering [0, start + len)). After each index in `sample_at` (ascending, into token_ids) one
+    token is sampled; a prefill chunk that is not the prompt's last has none; drafts make several.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample_at: tuple[int, ...] = ()
+    sampling: RowSampling | None = None
+    return_logits: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step does: plain data from scheduler to backend."""
+
+    step_id: int
+    rows: list[StepRow]
+    copy_blocks: list[tuple[int, int]] = []
+    """(source, destination) block pairs copied before the rows run."""
+    finished_ids: list[str] = []
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability (natural log, of the unpenalised, untempered distribution) of one sampled token and its rivals."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled ids of one row, one per entry of `sample_at`; logits `[len(sample_at), vocab] float32` when asked."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    logits: Any = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave, rows in the plan's order. `run_s` is the time inside the backend."""
+
+    step_id: int
+    rows: list[RowResult]
+    run_s: float
+    op_times_s: dict[str, float] | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core tells the frontend about one request after a step. The last event of a request has `finish` set."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    logits: Any = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    first_scheduled_s: float | None = None
+    """When the request first entered a step, on the monotonic clock; set on its first event."""
+
+
+class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of an answer as the frontend gives it to a caller: decoded, stop strings applied.
+
+    `choice` is the index among the request's `n`. `text` may be empty while a code point or a possible stop is held back.
+    """
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    logits: Any = None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it."""
+    error: str | None = None
+    usage: Usage | None = None
+    """On the finishing delta."""
