@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EngineConfig", "option"]
+__all__ = ["EngineConfig", "ServerConfig", "option"]
 
 
 def option(default: Any, text: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -33,3 +33,27 @@ class EngineConfig:
     itl_slo_ms: float = option(0.0, "longest gap between tokens a step may cause; 0 = a multiple of this machine's decode step", "ms")
     max_queue: int = option(1024, "requests that may wait", "requests")
     seed: int = option(0, "base of the seeds drawn for requests that bring none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server is reached and what it takes from a client."""
+
+    host: str = option("127.0.0.1", "address to bind; 0.0.0.0 takes requests from other machines")
+    port: int = option(8000, "port to bind; 0 = any free one")
+    served_model_name: str = option("", "name clients use for the model; empty = the engine's name for it")
+    model_aliases: tuple[str, ...] = option((), "more names that clients may use for the same model")
+    api_key: tuple[str, ...] = option((), "keys that clients must send as a bearer token; none = no key is needed")
+    api_key_file: str = option("", "file with one more key per line; # starts a comment")
+    cors_origins: tuple[str, ...] = option((), "web origins that may call from a browser; * = any")
+    max_body_mb: float = option(16.0, "largest request body", "MB")
+    max_header_kb: int = option(32, "largest request line and headers together", "KB")
+    max_n: int = option(16, "most answers per prompt (`n`)")
+    max_prompts: int = option(128, "most prompts in one completions request")
+    read_timeout_s: float = option(60.0, "longest time a client may take to send headers or body", "s")
+    idle_timeout_s: float = option(75.0, "how long a connection without a request stays open", "s")
+    keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")
+    slow_reader_s: float = option(30.0, "how long a stream may be blocked by a client that does not read", "s")
+    stall_s: float = option(30.0, "waiting work and no step for this long makes the server not ready", "s")
+    drain_s: float = option(30.0, "how long open requests may run on after SIGTERM or Ctrl-C", "s")
+    debug_routes: str = option("auto", "/debug/*: auto = only on a loopback address", choices=("auto", "on", "off"))

@@ -1,0 +1,158 @@
+"""Prometheus metrics of one server: latency histograms filled per request, gauges and counters read at scrape time.
+
+Knows durations in seconds and counts; knows no engine and no HTTP. One loop's thread writes; any thread may render.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+__all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+LATENCY_BUCKETS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.010, 0.015, 0.020, 0.030, 0.050, 0.075),
+    *(0.100, 0.150, 0.200, 0.300, 0.500, 0.750, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0),
+)
+"""Upper bounds from 1 ms to 60 s, at most a factor of 2 apart, so that a quantile read from them is off by less than that."""
+
+SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
+    "num_requests_running": ("gauge", "Requests that have blocks and take part in steps"),
+    "num_requests_waiting": ("gauge", "Requests in the queue"),
+    "kv_cache_usage_perc": ("gauge", "Share of KV blocks held by requests, 0 to 1"),
+    "kv_cache_blocks": ("gauge", "KV blocks in all"),
+    "kv_cache_blocks_used": ("gauge", "KV blocks held by requests"),
+    "steps": ("counter", "Steps the engine has run"),
+    "num_preemptions": ("counter", "Requests whose blocks were taken and computed again later"),
+    "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
+}
+"""Names (without the `firstlight_` prefix and the `_total` suffix), kinds and help of what `watch` may give."""
+
+_PREFIX = "firstlight_"
+
+
+class _Snapshot(Collector):
+    """Reads its numbers at scrape time, so that nothing is counted twice."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]], model_name: str) -> None:
+        self._read = read
+        self._model_name = model_name
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._read().items():
+            kind, text = SNAPSHOT_METRICS[name]
+            family_type = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            family = family_type(_PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+
+class Metrics:
+    """The metrics of one server, in a registry of its own.
+
+    Args:
+        model_name: the value of every metric's `model_name` label.
+        version: shown by `firstlight_build_info`.
+    """
+
+    def __init__(self, model_name: str, version: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first output token leaving the server")
+        self._itl = self._histogram("inter_token_latency_seconds", "One gap between output tokens of a stream")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last byte of the answer")
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step that computes the request")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._generation_tokens = self._counter("generation_tokens", "Output tokens sent")
+        self._aborts = self._counter("request_aborts", "Requests ended early because their client left")
+        self._slow_readers = self._counter("slow_readers", "Streams ended because their client did not read")
+        self._finished = Counter(
+            _PREFIX + "request_success",
+            "Choices that ended by themselves, by finish reason",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._errors = Counter(
+            _PREFIX + "request_errors",
+            "Requests answered with an error, by status and code",
+            ["model_name", "status", "code"],
+            registry=self._registry,
+        )
+        self._open = Gauge(
+            _PREFIX + "http_requests_open", "Generation requests being answered", ["model_name"], registry=self._registry
+        ).labels(model_name)
+        build = Gauge(_PREFIX + "build_info", "Always 1", ["model_name", "version"], registry=self._registry)
+        build.labels(model_name, version).set(1)
+
+    def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Adds gauges and counters that `read` gives at every scrape; its keys are keys of `SNAPSHOT_METRICS`."""
+        self._registry.register(_Snapshot(read, self._model_name))
+
+    def opened(self) -> None:
+        """A generation request has come in."""
+        self._open.inc()
+
+    def closed(self) -> None:
+        """A generation request has been answered, well or badly."""
+        self._open.dec()
+
+    def queued(self, queue_s: float) -> None:
+        """A request has entered its first step."""
+        self._queue.observe(queue_s)
+
+    def first_token(self, ttft_s: float) -> None:
+        """The first output token of a request has left."""
+        self._ttft.observe(ttft_s)
+
+    def tokens(self, gap_s: float, num_tokens: int) -> None:
+        """`num_tokens` have left together, `gap_s` after the token before them (0 gaps among themselves)."""
+        self._itl.observe(gap_s)
+        for _ in range(num_tokens - 1):
+            self._itl.observe(0.0)
+
+    def answered(self, e2e_s: float, prompt_tokens: int, generation_tokens: int, finish_reasons: list[str]) -> None:
+        """A request has ended by itself."""
+        self._e2e.observe(e2e_s)
+        self.ended(prompt_tokens, generation_tokens)
+        for reason in finish_reasons:
+            self._finished.labels(self._model_name, reason).inc()
+
+    def ended(self, prompt_tokens: int, generation_tokens: int) -> None:
+        """Counts the tokens of a request that has ended in any way."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generation_tokens.inc(generation_tokens)
+
+    def aborted(self) -> None:
+        """A client has left before its answer was complete."""
+        self._aborts.inc()
+
+    def slow_reader(self) -> None:
+        """A stream was ended because its client did not read."""
+        self._slow_readers.inc()
+
+    def failed(self, status: int, code: str) -> None:
+        """A request was answered with an error."""
+        self._errors.labels(self._model_name, str(status), code).inc()
+
+    def render(self) -> bytes:
+        """The exposition text. Cost: about 1 ms."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        histogram = Histogram(
+            _PREFIX + name, text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry
+        )
+        return histogram.labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(_PREFIX + name, text, ["model_name"], registry=self._registry).labels(self._model_name)

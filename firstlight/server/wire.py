@@ -1,0 +1,131 @@
+"""What clients send, typed: one Struct per route body, and the checked request that leaves this room.
+
+The `*Body` structs are raw input with JSON types only; `GenerationRequest` is checked input. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from firstlight.types import SamplingParams
+
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerationRequest",
+    "Prompt",
+    "TokenizeBody",
+]
+
+Prompt = str | list[int]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SharedBody(msgspec.Struct, kw_only=True):
+    """Fields that chat and completions have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[str, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    timings: bool = False
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One part of a message's content. Other kinds than text are refused by name before this type is used."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(SharedBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class CompletionBody(SharedBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool = False
+    best_of: int | None = None
+    logprobs: int | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: the text is in exactly one of `content`, `prompt`, `text`."""
+
+    content: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    add_special: bool = False
+    parse_special: bool = False
+    model: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request for text: what the answer routes work from.
+
+    Exactly one of `messages` and `prompts` is filled. `params.n` answers are made per prompt.
+    """
+
+    model: str
+    messages: list[dict[str, Any]] = []
+    prompts: list[Prompt] = []
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    timings: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """Came in on the chat route."""
+        return bool(self.messages)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all."""
+        return self.params.n * max(1, len(self.prompts))
