@@ -1,0 +1,26 @@
+"""Fixtures shared by every tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of shared workloads beside the repository (or in FIRSTLIGHT_SHARED); skips where it is absent."""
+    path = Path(os.environ.get("FIRSTLIGHT_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+    if not (path / "workloads").is_dir():
+        pytest.skip(f"no shared workloads at {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's file; skips where it is neither cached nor named by FIRSTLIGHT_TEST_MODEL."""
+    named = os.environ.get("FIRSTLIGHT_TEST_MODEL")
+    if not named or not Path(named).is_file():
+        pytest.skip("the default model is not here: set FIRSTLIGHT_TEST_MODEL")
+    return Path(named)
