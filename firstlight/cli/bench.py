@@ -1,0 +1,183 @@
+"""`firstlight bench`: puts a short load on a server and says what it felt like.
+
+Without an address it starts `firstlight serve` as a process of its own: what is measured is what a user runs, and the
+client's work never takes the server's interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from firstlight.cli.arguments import Invocation, flag_of
+from firstlight.cli.commands import BenchConfig
+from firstlight.cli.console import dim, note
+from firstlight.cli.version import package_version
+from firstlight.config import EngineConfig
+from firstlight.errors import BackendError, ConfigError, FirstlightError
+from firstlight.measure.bench import (
+    LevelResult,
+    LoadShape,
+    Prompt,
+    RequestRecord,
+    prompt_source,
+    run_level,
+    served_model,
+    warm_up,
+)
+from firstlight.measure.bench_report import render_table, report_document
+from firstlight.measure.client import Endpoint, get_json
+
+__all__ = ["run"]
+
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 15.0
+
+
+def run(invocation: Invocation) -> int:
+    """Runs the command; 1 when any request failed."""
+    config = invocation.config(BenchConfig)
+    _check(config)
+    engine_options = invocation.given_from(EngineConfig)
+    if config.url and engine_options:
+        name = next(iter(engine_options))
+        raise ConfigError(
+            f"`{flag_of(name)}` is for a server started for the run, and an address was given",
+            hint="leave one of them out",
+        )
+    if config.url:
+        return _measure(Endpoint.parse(config.url, config.api_key), config)
+    with _own_server(engine_options) as endpoint:
+        return _measure(endpoint, config)
+
+
+def _check(config: BenchConfig) -> None:
+    if not config.concurrency or min(config.concurrency) < 1:
+        raise ConfigError("`--concurrency` has to be one or more numbers from 1 up", hint="for example 1,4,8,16")
+    if config.requests < 0 or config.max_tokens < 0:
+        raise ConfigError("`--requests` and `--max-tokens` have to be 0 or more")
+    if config.json and not Path(config.json).resolve().parent.is_dir():
+        raise ConfigError(f"`--json {config.json}`: its folder does not exist", hint="create the folder first")
+
+
+def _measure(endpoint: Endpoint, config: BenchConfig) -> int:
+    counts = tuple(config.requests or max(4, 2 * streams) for streams in config.concurrency)
+    shape = LoadShape(
+        concurrency=config.concurrency,
+        requests_per_level=counts,
+        max_tokens=config.max_tokens,
+        ignore_eos=config.ignore_eos,
+        seed=config.load_seed,
+    )
+    prompts = prompt_source(config.load_seed, config.max_tokens)
+    with asyncio.Runner() as runner:
+        model = runner.run(_first_contact(endpoint))
+        note(dim(f"{endpoint.url} serves {model}: {sum(counts)} requests, closed loop, prompts of seed {shape.seed}"))
+        levels = [
+            runner.run(_one_level(endpoint, model, list(itertools.islice(prompts, count)), streams, config.ignore_eos))
+            for streams, count in zip(config.concurrency, counts, strict=True)
+        ]
+    print(render_table(levels))
+    if config.json:
+        server = {"url": endpoint.url, "model": model, "is_started_for_the_run": not config.url}
+        command = ["firstlight", *sys.argv[1:]]
+        document = report_document(levels, shape, server=server, command=command, version=package_version())
+        Path(config.json).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+        note(dim(f"raw times: {config.json}"))
+    errors = [record.error for level in levels for record in level.records if record.error]
+    if errors:
+        raise BackendError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+    return 0
+
+
+async def _first_contact(endpoint: Endpoint) -> str:
+    model = await served_model(endpoint)
+    await warm_up(endpoint, model)
+    return model
+
+
+async def _one_level(
+    endpoint: Endpoint, model: str, prompts: list[Prompt], streams: int, ignore_eos: bool
+) -> LevelResult:
+    """One level, with a progress line while it runs."""
+    num_done = 0
+    is_terminal = sys.stderr.isatty()
+
+    def on_done(record: RequestRecord) -> None:
+        nonlocal num_done
+        num_done += 1
+        if is_terminal:
+            sys.stderr.write(f"\r{streams} streams: {num_done}/{len(prompts)} requests \x1b[K")
+            sys.stderr.flush()
+
+    level = await run_level(endpoint, model, prompts, streams, ignore_eos=ignore_eos, on_done=on_done)
+    if is_terminal:
+        sys.stderr.write("\r\x1b[K")
+    else:
+        note(f"{streams} streams: {num_done}/{len(prompts)} requests in {level.wall_s:.1f} s")
+    return level
+
+
+@contextlib.contextmanager
+def _own_server(engine_options: dict[str, object]) -> Iterator[Endpoint]:
+    """A `firstlight serve` on a free port, ready on entry, gone on exit."""
+    port = _free_port()
+    arguments = [sys.executable, "-m", "firstlight", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    for name, value in engine_options.items():
+        if isinstance(value, bool):
+            arguments.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
+        else:
+            arguments += [flag_of(name) if name != "model" else "", str(value)]
+    note(dim("starting a server for the run"))
+    with tempfile.TemporaryFile("w+") as log:
+        # A group of its own: Ctrl-C in the terminal reaches this program alone, which then stops the server.
+        server = subprocess.Popen(
+            [argument for argument in arguments if argument],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "NO_COLOR": "1"},
+        )
+        endpoint = Endpoint("127.0.0.1", port)
+        try:
+            _wait_until_ready(endpoint, server, log)
+            yield endpoint
+        finally:
+            server.terminate()
+            try:
+                server.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _wait_until_ready(endpoint: Endpoint, server: subprocess.Popen[bytes], log: IO[str]) -> None:
+    end_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < end_s:
+        if server.poll() is not None:
+            log.seek(0)
+            raise ConfigError(f"the server ended with code {server.returncode}:\n{log.read().strip()}")
+        with contextlib.suppress(FirstlightError):
+            asyncio.run(get_json(endpoint, "/ready"))
+            return
+        time.sleep(0.05)
+    raise ConfigError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
