@@ -1,0 +1,186 @@
+"""The fake backend: no weights, real bookkeeping. Its KV is the tokens themselves, so a wrong block changes the answer.
+
+Knows plans and slots. A slot that is read before it was written, or holds another position, is an error at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from firstlight.backend.base import BackendInfo
+from firstlight.backend.fake.cost import StepCost
+from firstlight.backend.fake.sampling import hash64, sample, token_logprob
+from firstlight.errors import BackendError
+from firstlight.types import RowResult, RowSampling, StepPlan, StepResult, StepRow, TokenLogprob
+
+__all__ = ["FakeBackend"]
+
+EMPTY = -1
+PREFERRED_IDS = slice(32, 127)
+"""Printable ASCII for a tokenizer whose ids are bytes: answers are readable."""
+PREFERENCE = 6.0
+NUM_EOS_PREFERRED = 2
+"""Ids 256 and 257 (bytes' end marks) are as likely as a letter, so that answers end after about a hundred tokens."""
+
+
+class FakeBackend:
+    """Next-token logits are a hash of every (position, token) the block table leads to.
+
+    Args:
+        cost: seconds of each step; what `sleep` does with them (time.sleep, or a VirtualClock's advance).
+        fail_at_step: the n-th call of `run` (from 1) raises BackendError, and so does every later one.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        vocab_size: int = 320,
+        max_model_len: int = 2048,
+        max_step_tokens: int = 512,
+        max_step_rows: int = 64,
+        cost: StepCost | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        fail_at_step: int | None = None,
+        fingerprint: bytes = b"fake",
+    ) -> None:
+        self._info = BackendInfo(
+            name="fake",
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_step_tokens=max_step_tokens,
+            max_step_rows=max_step_rows,
+            kv_bytes_per_block=block_size * 2 * 8,
+            weight_bytes=0,
+            num_threads=1,
+            fingerprint=fingerprint,
+        )
+        self.num_runs = 0
+        self.is_closed = False
+        self._cost = cost
+        self._sleep = sleep
+        self._fail_at_step = fail_at_step
+        self._kv = np.full((num_blocks, block_size, 2), EMPTY, dtype=np.int64)  # [block, slot, (position, token)]
+        self._vocab_words = hash64(np.arange(vocab_size, dtype=np.uint64))
+        self._preference = np.zeros(vocab_size, dtype=np.float32)
+        self._preference[PREFERRED_IDS] = PREFERENCE
+        self._preference[256 : 256 + NUM_EOS_PREFERRED] = PREFERENCE
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step; writes every row's KV before any row reads."""
+        begin = time.perf_counter()
+        self.num_runs += 1
+        if self._fail_at_step is not None and self.num_runs >= self._fail_at_step:
+            raise BackendError(f"step {plan.step_id} failed because `fail_at_step` is {self._fail_at_step}")
+        self._validate(plan)
+        for source, target in plan.copy_blocks:
+            self._kv[target] = self._kv[source]
+        for row in plan.rows:
+            self._write(row)
+        rows = [self._row_result(row) for row in plan.rows]
+        run_s = time.perf_counter() - begin
+        if self._cost is not None:
+            run_s = self._cost.of(plan)
+            self._sleep(run_s)
+        return StepResult(step_id=plan.step_id, rows=rows, run_s=run_s)
+
+    def read_blocks(self, block_ids: list[int]) -> bytes:
+        return self._kv[block_ids].tobytes()
+
+    def write_blocks(self, block_ids: list[int], data: bytes) -> None:
+        wanted = len(block_ids) * self._info.kv_bytes_per_block
+        if len(data) != wanted:
+            raise BackendError(f"`data` is {len(data)} bytes, {len(block_ids)} blocks take {wanted}")
+        self._kv[block_ids] = np.frombuffer(data, dtype=np.int64).reshape(len(block_ids), self._info.block_size, 2)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _validate(self, plan: StepPlan) -> None:
+        """Raises BackendError where the plan breaks a limit, a row has no table for its tokens, or two rows share a write."""
+        info, written = self._info, set()
+        if self.is_closed:
+            raise BackendError("the backend is closed")
+        if not 0 < len(plan.rows) <= info.max_step_rows:
+            raise BackendError(f"step of {len(plan.rows)} rows, limit 1..{info.max_step_rows}")
+        if (num := sum(len(row.token_ids) for row in plan.rows)) > info.max_step_tokens:
+            raise BackendError(f"step of {num} tokens, limit {info.max_step_tokens}")
+        for row in plan.rows:
+            end = row.start + len(row.token_ids)
+            if (
+                not row.token_ids
+                or row.start < 0
+                or end > min(len(row.block_table) * info.block_size, info.max_model_len)
+            ):
+                raise BackendError(
+                    f"row {row.request_id}: positions {row.start}..{end} do not fit its table or the context"
+                )
+            if not 0 <= min(row.token_ids) <= max(row.token_ids) < info.vocab_size:
+                raise BackendError(f"row {row.request_id}: a token id outside 0..{info.vocab_size - 1}")
+            if bool(row.sample_at) != (row.sampling is not None) or any(i >= len(row.token_ids) for i in row.sample_at):
+                raise BackendError(
+                    f"row {row.request_id}: `sample_at` {row.sample_at} and `sampling` do not go together"
+                )
+            blocks = set(row.block_table[row.start // info.block_size : -(-end // info.block_size)])
+            if blocks & written:
+                raise BackendError(f"row {row.request_id} writes a block that another row of the step writes")
+            written |= blocks
+
+    def _write(self, row: StepRow) -> None:
+        size = self._info.block_size
+        positions = np.arange(row.start, row.start + len(row.token_ids))
+        table = np.array(row.block_table)
+        self._kv[table[positions // size], positions % size] = np.stack([positions, row.token_ids], axis=1)
+
+    def _read(self, row: StepRow, num: int) -> npt.NDArray[np.uint64]:
+        """The row's first `num` tokens, through its table. Raises BackendError for a slot of another position."""
+        table = np.array(row.block_table[: -(-num // self._info.block_size)])
+        slots = self._kv[table].reshape(-1, 2)[:num]
+        wrong = np.nonzero(slots[:, 0] != np.arange(num))[0]
+        if len(wrong):
+            raise BackendError(f"row {row.request_id}: position {wrong[0]} of its table holds {slots[wrong[0], 0]}")
+        tokens: npt.NDArray[np.uint64] = slots[:, 1].astype(np.uint64)
+        return tokens
+
+    def _row_result(self, row: StepRow) -> RowResult:
+        if row.sampling is None:
+            self._read(row, row.start + len(row.token_ids))
+            return RowResult(request_id=row.request_id, token_ids=[])
+        logits = np.stack([self._logits(row, row.start + i + 1) for i in row.sample_at])
+        ids: list[int] = []
+        for nth, i in enumerate(row.sample_at):
+            history = _history(row, row.sampling, i)
+            ids.append(sample(logits[nth], row.sampling, nth, history))
+        logprobs: list[TokenLogprob] | None = None
+        if (num_top := row.sampling.logprobs) is not None:
+            logprobs = [token_logprob(logits[nth], token, num_top) for nth, token in enumerate(ids)]
+        return RowResult(
+            request_id=row.request_id, token_ids=ids, logprobs=logprobs, logits=logits if row.return_logits else None
+        )
+
+    def _logits(self, row: StepRow, num: int) -> npt.NDArray[np.float32]:
+        """`[vocab] float32` after the row's first `num` tokens: each position's word depends on its token, sums wrap."""
+        tokens = self._read(row, num)
+        places = hash64(np.arange(num, dtype=np.uint64))
+        state = hash64(np.bitwise_xor(places, hash64(tokens))).sum(dtype=np.uint64)
+        words = hash64(self._vocab_words ^ state) >> np.uint64(40)
+        logits: npt.NDArray[np.float32] = (words.astype(np.float32) / np.float32(2**21)) + self._preference
+        return logits
+
+
+def _history(row: StepRow, sampling: RowSampling, i: int) -> list[int]:
+    """The ids known up to the row's token `i`, where a penalty wants them."""
+    if not sampling.history:
+        return []
+    return sampling.history + row.token_ids[row.sample_at[0] + 1 : i + 1]

@@ -1,0 +1,187 @@
+"""One request's view of the cache: adopt a cached prefix, grow, publish what was computed, give back.
+
+Knows block ids and token ids; decides nothing: when the pool is full it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from firstlight.cache.eviction import EvictionPolicy
+from firstlight.cache.pool import BlockPool
+from firstlight.cache.prefix import PrefixChain, PrefixIndex
+
+__all__ = ["BlockTable", "CacheStats", "KVCache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Gauges and counters of the cache. Lookups and hits count admissions; tokens count what they asked and got."""
+
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    lookups: int
+    hits: int
+    lookup_tokens: int
+    hit_tokens: int
+    evictions: int
+
+
+class BlockTable:
+    """The blocks of one request, in order. Written by KVCache alone; `blocks` is passed to the backend by reference."""
+
+    __slots__ = ("blocks", "chain", "claimed", "num_published", "owner")
+
+    def __init__(self, owner: str, chain: PrefixChain | None) -> None:
+        self.owner = owner
+        self.chain = chain
+        self.blocks: list[int] = []
+        self.claimed: list[bytes] = []
+        self.num_published = 0
+        """Leading blocks that were adopted or offered to the index already."""
+
+
+class KVCache:
+    """Pool and prefix index together, as the scheduler uses them.
+
+    Args:
+        fingerprint: names weights and KV layout; equal fingerprints may share blocks.
+        prefix_cache: False keeps every block private.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        fingerprint: bytes,
+        *,
+        prefix_cache: bool = True,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size, policy)
+        self.block_size = block_size
+        self._index = PrefixIndex(self.pool, fingerprint) if prefix_cache else None
+        self._lookups = self._hits = self._lookup_tokens = self._hit_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `grow` could take now."""
+        return self.pool.num_free
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, owner: str, salt: bytes) -> BlockTable:
+        """An empty table for one request."""
+        return BlockTable(owner, self._index.chain(salt) if self._index else None)
+
+    def peek(self, table: BlockTable, tokens: list[int]) -> list[int]:
+        """The cached blocks that `adopt` would give: full blocks only, never so many that no token is left to compute.
+
+        Mutates: extends the table's chain. Cost: O(blocks of `tokens`), hashing each block once in a request's life.
+        """
+        if self._index is None or table.chain is None:
+            return []
+        most = (len(tokens) - 1) // self.block_size
+        table.chain.extend(tokens, most)
+        return self._index.match(table.chain, most)
+
+    def num_needed(self, hits: list[int], num_tokens: int) -> int:
+        """How many free blocks it takes to hold `num_tokens` tokens on top of `hits` (free hits count as taken)."""
+        return self.num_blocks_for(num_tokens) - sum(self.pool.refs(block) > 0 for block in hits)
+
+    def first_missing_key(self, table: BlockTable, num_hits: int) -> bytes | None:
+        """The key of the first full block behind `num_hits` hits (after `peek`); None if there is none."""
+        if table.chain is None or num_hits >= len(table.chain.keys):
+            return None
+        return table.chain.keys[num_hits]
+
+    def claimant(self, key: bytes) -> str | None:
+        """The request that is computing the block with this key, if any."""
+        return self._index.claimant(key) if self._index is not None else None
+
+    def adopt(self, table: BlockTable, tokens: list[int], hits: list[int]) -> int:
+        """Locks `hits` (from `peek`) into an empty table, claims the full blocks of `tokens` it will compute.
+
+        Returns: how many leading tokens need no computing.
+        """
+        assert not table.blocks
+        cached = len(hits) * self.block_size
+        self._lookups += 1
+        self._hits += bool(hits)
+        self._lookup_tokens += len(tokens)
+        self._hit_tokens += cached
+        self.pool.lock(hits)
+        table.blocks = list(hits)
+        table.num_published = len(hits)
+        if self._index is not None and table.chain is not None:
+            table.claimed = table.chain.keys[len(hits) :]
+            self._index.claim(table.claimed, table.owner)
+        return cached
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Makes the table hold `num_tokens` tokens; False, and nothing changes, when the pool is short."""
+        missing = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return True
+        taken = self.pool.allocate(missing)
+        if taken is None:
+            return False
+        table.blocks.extend(taken)
+        return True
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Gives back blocks beyond those that hold `num_tokens` tokens (rejected drafts)."""
+        keep = self.num_blocks_for(num_tokens)
+        if keep < len(table.blocks):
+            self.pool.release(reversed(table.blocks[keep:]))
+            del table.blocks[keep:]
+
+    def publish(self, table: BlockTable, tokens: list[int], num_computed: int) -> None:
+        """Offers newly full blocks to other requests; call with computed and verified tokens only."""
+        full = num_computed // self.block_size
+        if full <= table.num_published:
+            return
+        if self._index is not None and table.chain is not None:
+            table.chain.extend(tokens, full)
+            for i in range(table.num_published, full):
+                self._index.insert(table.chain, i, table.blocks[i])
+        table.num_published = full
+
+    def release(self, table: BlockTable) -> None:
+        """Gives every block back, the last first, so that a shared beginning outlives its branches. Drops claims."""
+        self.pool.release(reversed(table.blocks))
+        table.blocks = []
+        table.num_published = 0
+        if self._index is not None:
+            self._index.unclaim(table.claimed, table.owner)
+            table.claimed = []
+
+    def stats(self) -> CacheStats:
+        """Counters as of now; may be called from any thread."""
+        return CacheStats(
+            num_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            cached_blocks=self.pool.num_cached,
+            lookups=self._lookups,
+            hits=self._hits,
+            lookup_tokens=self._lookup_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=self.pool.num_evictions,
+        )
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Audits pool, tables and claims; `tables` is every table that exists. Raises AssertionError."""
+        tables = list(tables)
+        self.pool.check(table.blocks for table in tables)
+        if self._index is not None:
+            self._index.check({table.owner for table in tables if table.claimed})
+        for table in tables:
+            assert table.num_published <= len(table.blocks), f"{table.owner}: published more blocks than it holds"

@@ -1,0 +1,51 @@
+"""The scheduler's bounds and counters. Plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from firstlight.backend.base import BackendInfo
+from firstlight.config import EngineConfig
+from firstlight.scheduler.state import Status
+from firstlight.types import FinishReason
+
+__all__ = ["SchedulerLimits", "SchedulerStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The bounds a scheduler works in; all at least 1, `itl_slo_s` 0 means: from the step-time model."""
+
+    max_step_rows: int
+    max_step_tokens: int
+    max_model_len: int
+    vocab_size: int
+    max_queue: int = 1024
+    itl_slo_s: float = 0.0
+
+    @classmethod
+    def of(cls, info: BackendInfo, config: EngineConfig) -> SchedulerLimits:
+        """The tighter of what the backend can and what the operator allows."""
+        tokens = min(info.max_step_tokens, config.max_step_tokens)
+        return cls(
+            max_step_rows=min(info.max_step_rows, config.max_step_rows, tokens),
+            max_step_tokens=tokens,
+            max_model_len=min(info.max_model_len, config.max_model_len or info.max_model_len),
+            vocab_size=info.vocab_size,
+            max_queue=config.max_queue,
+            itl_slo_s=config.itl_slo_ms / 1e3,
+        )
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start. Written by the scheduler alone."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
+    aborted: dict[str, int] = field(default_factory=lambda: {s.value: 0 for s in Status if s is not Status.ENDED})

@@ -1,0 +1,460 @@
+"""The scheduler: what every request computes in the next step, and what the step's result means.
+
+Pure: the clock is an argument, nothing is read from a device. Knows token ids and predicted seconds, no text.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.cache import KVCache
+from firstlight.errors import OverloadedError, RequestError
+from firstlight.scheduler.budget import PrefillBudget
+from firstlight.scheduler.drafts import Drafter, accept
+from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
+from firstlight.scheduler.state import RequestState, Status
+from firstlight.scheduler.steptime import StepLoad, StepTimeModel
+from firstlight.types import CoreRequest, FinishReason, RowResult, StepPlan, StepResult, StepRow, TokenEvent
+
+__all__ = ["Scheduler"]
+
+AGE_TOKENS_PER_S = 500.0
+"""Prefill order is remaining tokens + this * arrival time: a request with R tokens left is overtaken only by
+requests of its class that arrive within R / AGE_TOKENS_PER_S seconds after it."""
+COOLDOWN_STEPS = 32
+"""After a preemption nothing is admitted for this many steps, unless a request ends first or nothing runs."""
+MAX_DRAFTS = 16
+"""Draft tokens asked for per row and step."""
+RETRY_AFTER_BOUNDS_S = (1.0, 120.0)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is planned, and until its result is absorbed."""
+
+    load: StepLoad
+    rows: list[StepRow]
+    states: list[RequestState]
+    drafts: list[list[int]]
+
+
+class Scheduler:
+    """Continuous batching over one KV cache. `plan`, run the plan, `absorb`; `add` and `abort` only between steps.
+
+    Each request has known tokens (prompt and output) and computed tokens; every step closes part of the gap.
+    Streams (gap 1) come first; prefill chunks take what is left of the time the streams were promised.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: SchedulerLimits,
+        *,
+        clock: Callable[[], float],
+        step_time: StepTimeModel,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.step_time = step_time
+        self.stats = SchedulerStats()
+        self.capacity_tokens = min(limits.max_model_len, cache.num_blocks * cache.block_size)
+        """The most tokens, prompt and output, one request can reach."""
+        self._clock = clock
+        self._drafter = drafter
+        self._states: dict[str, RequestState] = {}
+        self._waiting: list[RequestState] = []
+        self._prefills: dict[str, RequestState] = {}
+        self._decodes: dict[str, RequestState] = {}
+        self._ended_ids: list[str] = []
+        self._step: _Step | None = None
+        self._num_added = 0
+        self._cooldown_until_step = 0
+        self._budget = PrefillBudget(limits, step_time)
+
+    # -- intake ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: not yet admitted, or preempted."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefills) + len(self._decodes)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def planned_load(self) -> StepLoad:
+        """What the step between `plan` and `absorb` computes."""
+        assert self._step is not None
+        return self._step.load
+
+    def validate(self, request: CoreRequest) -> None:
+        """Refuses what could never be served. Reads constants only, so any thread may call it. Raises RequestError."""
+        num = len(request.prompt_ids)
+        if num == 0:
+            raise RequestError("`prompt` has no tokens: send at least one", param="prompt")
+        if num + 1 > self.capacity_tokens:
+            raise RequestError(
+                f"`prompt` is {num} tokens, which with one output token exceeds the {self.capacity_tokens} tokens that "
+                "context and KV memory allow: send a shorter prompt, or restart with a larger --max-model-len or "
+                "--kv-memory-mb",
+                param="prompt",
+            )
+        vocab = self.limits.vocab_size
+        if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < vocab):
+            raise RequestError(f"`prompt` has a token id outside 0..{vocab - 1}: use this model's ids", param="prompt")
+        if request.forced_ids and not (min(request.forced_ids) >= 0 and max(request.forced_ids) < vocab):
+            raise RequestError(f"`forced_ids` has a token id outside 0..{vocab - 1}", param="forced_ids")
+        if request.max_tokens < 1:
+            raise RequestError(f"`max_tokens` is {request.max_tokens}: ask for at least 1", param="max_tokens")
+
+    def refuse_if_full(self, num_ahead: int) -> None:
+        """Raises OverloadedError when `num_ahead` requests wait and the queue holds no more."""
+        if num_ahead >= self.limits.max_queue:
+            wait_s = self.retry_after_s()
+            raise OverloadedError(
+                f"{num_ahead} requests wait, `max_queue` is {self.limits.max_queue}: try again in {wait_s:.0f} s",
+                retry_after_s=wait_s,
+            )
+
+    def retry_after_s(self) -> float:
+        """Predicted seconds until the prompts that wait now are computed, inside 1..120."""
+        _, _, per_token_s, _ = self.step_time.coefficients
+        backlog = sum(state.gap for state in list(self._waiting))
+        low, high = RETRY_AFTER_BOUNDS_S
+        return max(low, min(high, backlog * per_token_s))
+
+    def add(self, request: CoreRequest) -> None:
+        """Queues a request. Raises RequestError (never servable, or the id is open) or OverloadedError."""
+        self.validate(request)
+        self.refuse_if_full(len(self._waiting))
+        if request.request_id in self._states:
+            raise RequestError(f"request id {request.request_id!r} is in use: send another", param="request_id")
+        state = RequestState(request, self.cache.table(request.request_id, request.cache_salt))
+        state.max_tokens = min(request.max_tokens, self.capacity_tokens - state.num_prompt)
+        remaining = state.num_prompt - len(self.cache.peek(state.table, state.tokens)) * self.cache.block_size
+        self._num_added += 1
+        state.rank = (request.priority, 1, remaining + AGE_TOKENS_PER_S * request.arrival_s, self._num_added)
+        self._states[state.id] = state
+        bisect.insort(self._waiting, state, key=_rank)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """Ends a request wherever it stands and frees its blocks; None if it is not open."""
+        assert self._step is None, "abort between plan and absorb"
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        self.stats.aborted[state.status.value] += 1
+        return self._end(state, FinishReason.ABORT)
+
+    def fail_all(self, message: str) -> list[TokenEvent]:
+        """Ends every open request with finish "error"; a step in flight is forgotten."""
+        self._step = None
+        return [self._end(state, FinishReason.ERROR, error=message) for state in list(self._states.values())]
+
+    # -- plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when no request is open. Mutates: admits, preempts, allocates."""
+        assert self._step is None, "plan before the last step was absorbed"
+        if not self._states:
+            return None
+        now = self._clock()
+        while True:
+            step = _Step(StepLoad(), [], [], [])
+            self._secure_decode_blocks()
+            self._plan_decodes(step)
+            self._plan_prefills(step, now)
+            if step.rows:
+                break
+            self._preempt(self._victim())
+        self._step = step
+        self.stats.steps += 1
+        ended, self._ended_ids = self._ended_ids, []
+        return StepPlan(step_id=self.stats.steps, rows=step.rows, finished_ids=ended)
+
+    def _secure_decode_blocks(self) -> None:
+        """Gives each stream the block its next token needs; preempts where the pool is empty."""
+        size = self.cache.block_size
+        for state in list(self._decodes.values()):
+            if state.num_computed < len(state.table.blocks) * size:
+                continue
+            while state.status is Status.DECODE and not self.cache.grow(state.table, state.num_computed + 1):
+                self._preempt(self._victim())
+
+    def _plan_decodes(self, step: _Step) -> None:
+        """One row per stream, with as many drafts as tokens are left for."""
+        spare = self.limits.max_step_tokens - len(self._decodes)
+        for state in self._decodes.values():
+            drafts: list[int] = []
+            if self._drafter is not None and spare > 0:
+                drafts = self._draft(state, min(spare, MAX_DRAFTS))
+                spare -= len(drafts)
+            self._add_row(step, state, [state.tokens[-1], *drafts], drafts)
+
+    def _draft(self, state: RequestState, most: int) -> list[int]:
+        """Drafts for one stream: never past its end, and only where blocks are free anyway."""
+        assert self._drafter is not None
+        most = min(most, state.max_tokens - state.num_output - 1)
+        drafts = list(self._drafter(state.id, state.tokens, most))[:most] if most > 0 else []
+        if not self.cache.grow(state.table, state.num_computed + 1 + len(drafts)):
+            return []
+        return drafts
+
+    def _plan_prefills(self, step: _Step, now: float) -> None:
+        """Chunks in rank order, admitting on the way, while tokens, rows, blocks and the streams' time last."""
+        num_decodes = len(step.rows)
+        self._budget.open(step.load, now)
+        candidates = self._prefill_candidates()
+        while True:
+            is_first = len(step.rows) == num_decodes
+            state = next(candidates, None) if self._budget.has_room(step.load, is_first=is_first) else None
+            if state is None:
+                break
+            chunk = self._budget.chunk(step.load, state.num_computed, state.gap, is_first=is_first)
+            if chunk == 0:
+                break
+            start, num_blocks = state.num_computed, len(state.table.blocks) + self.cache.num_free
+            chunk = min(chunk, num_blocks * self.cache.block_size - start)
+            if chunk <= 0:
+                continue
+            self.cache.grow(state.table, start + chunk)
+            if state.first_scheduled_s is None:
+                state.first_scheduled_s = now
+            self._add_row(step, state, state.tokens[start : start + chunk], [])
+        is_wanted = bool(self._prefills or self._waiting)
+        self._budget.close(was_starved=is_wanted and len(step.rows) == num_decodes)
+
+    def _prefill_candidates(self) -> Iterator[RequestState]:
+        """Running prefills and whoever can be admitted, best rank first; each is admitted when it is asked for."""
+        if not self._prefills and not self._waiting:
+            return
+        waiting = list(self._waiting) if self._admission_open() else []
+        for state in heapq.merge(sorted(self._prefills.values(), key=_rank), waiting, key=_rank):
+            if state.status is not Status.PREFILL:
+                if self._awaits_equal_prefix(state):
+                    continue
+                if not self._admit(state):
+                    waiting.clear()  # ends the waiting half of the merge: nobody overtakes the one that does not fit
+                    continue
+            yield state
+
+    def _admission_open(self) -> bool:
+        return self.num_running == 0 or self.stats.steps >= self._cooldown_until_step
+
+    def _awaits_equal_prefix(self, state: RequestState) -> bool:
+        """True while a request that is not less urgent computes the very block this one needs next."""
+        key = state.awaited_key
+        if key is None or self.cache.claimant(key) is None:
+            hits = self.cache.peek(state.table, state.tokens)
+            key = state.awaited_key = self.cache.first_missing_key(state.table, len(hits))
+        owner = self._prefills.get((key and self.cache.claimant(key)) or "")
+        return owner is not None and owner.request.priority <= state.request.priority
+
+    def _admit(self, state: RequestState) -> bool:
+        """Starts a waiting request on its cached prefix; False when rows or blocks do not suffice.
+
+        All its known tokens must get blocks without taking those that running requests will need soon.
+        """
+        if self.num_running >= self.limits.max_step_rows:
+            return False
+        hits = self.cache.peek(state.table, state.tokens)
+        needed = self.cache.num_needed(hits, len(state.tokens) + 1) + len(self._decodes)
+        for other in self._prefills.values():
+            needed += self.cache.num_blocks_for(len(other.tokens) + 1) - len(other.table.blocks)
+        if needed > self.cache.num_free and self.num_running > 0:
+            return False
+        self._waiting.remove(state)
+        state.num_computed = self.cache.adopt(state.table, state.tokens, hits)
+        if state.num_preemptions == 0:
+            state.cached_tokens = state.num_computed
+        state.status = Status.PREFILL
+        self._prefills[state.id] = state
+        return True
+
+    def _add_row(self, step: _Step, state: RequestState, token_ids: list[int], drafts: list[int]) -> None:
+        num_known = len(token_ids) - len(drafts)
+        samples = state.num_computed + num_known == len(state.tokens)
+        step.rows.append(
+            StepRow(
+                request_id=state.id,
+                token_ids=token_ids,
+                start=state.num_computed,
+                block_table=state.table.blocks,
+                sample_at=tuple(range(num_known - 1, len(token_ids))) if samples else (),
+                sampling=state.sampling() if samples else None,
+                return_logits=state.request.return_logits and samples,
+            )
+        )
+        step.states.append(state)
+        step.drafts.append(drafts)
+        step.load.add(state.num_computed, len(token_ids))
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+
+    def _victim(self) -> RequestState:
+        """Of the least urgent class that runs, the request that has least computed work to lose (ties: the youngest)."""
+        running = [*self._prefills.values(), *self._decodes.values()]
+        return min(running, key=lambda s: (-s.request.priority, s.num_computed, -s.rank[3]))
+
+    def _preempt(self, state: RequestState) -> None:
+        """Takes its blocks; what it has said stays known and is computed again when it returns, first of its class."""
+        self.cache.release(state.table)
+        self._prefills.pop(state.id, None)
+        self._decodes.pop(state.id, None)
+        state.num_computed = 0
+        state.num_preemptions += 1
+        state.status = Status.PREEMPTED
+        state.rank = (state.request.priority, 0, state.rank[2], state.rank[3])
+        bisect.insort(self._waiting, state, key=_rank)
+        self.stats.preemptions += 1
+        self._cooldown_until_step = self.stats.steps + COOLDOWN_STEPS
+
+    # -- absorb ---------------------------------------------------------------------------------------------------
+
+    def absorb(self, result: StepResult) -> list[TokenEvent]:
+        """Takes a step's result: at most one event per request, the last one with `finish` set."""
+        step = self._step
+        assert step is not None, "absorb without a plan"
+        assert result.step_id == self.stats.steps, f"result of step {result.step_id}, planned {self.stats.steps}"
+        assert len(result.rows) == len(step.rows), f"{len(result.rows)} row results for {len(step.rows)} rows"
+        self._step = None
+        self.step_time.observe(step.load, result.run_s)
+        events = []
+        for row, state, drafts, got in zip(step.rows, step.states, step.drafts, result.rows, strict=True):
+            assert got.request_id == state.id
+            if row.sample_at:
+                events.append(self._absorb_samples(state, drafts, len(row.token_ids) - len(drafts), got))
+            else:
+                self._advance(state, len(row.token_ids))
+        return events
+
+    def _advance(self, state: RequestState, num: int) -> None:
+        """Counts `num` more tokens as computed and publishes blocks that became full."""
+        state.num_computed += num
+        if state.status is Status.PREFILL:
+            self.stats.prefill_tokens += num
+        self.cache.publish(state.table, state.tokens, state.num_computed)
+
+    def _absorb_samples(self, state: RequestState, drafts: list[int], num_known: int, got: RowResult) -> TokenEvent:
+        """Appends what was sampled up to the first rejected draft, or to the request's end."""
+        sampled = self._forced(state, got.token_ids)
+        accepted = accept(drafts, sampled)
+        new, finish = self._cut_at_end(state, sampled[: accepted + 1])
+        state.tokens.extend(new)
+        self._advance(state, num_known + len(new) - 1)
+        self.stats.output_tokens += len(new)
+        if drafts:
+            self.stats.draft_tokens += len(drafts)
+            self.stats.accepted_tokens += len(new) - 1
+            self.cache.trim(state.table, state.num_computed)
+        if finish is not None:
+            return self._end(state, finish, new, got)
+        if state.status is Status.PREFILL:
+            del self._prefills[state.id]
+            state.status = Status.DECODE
+            self._decodes[state.id] = state
+        return self._event(state, new, got)
+
+    def _forced(self, state: RequestState, sampled: list[int]) -> list[int]:
+        """The sampled ids, those replaced that the request came with."""
+        forced = state.request.forced_ids
+        at = state.num_output
+        if at >= len(forced):
+            return sampled
+        forced = forced[at : at + len(sampled)]
+        return [*forced, *sampled[len(forced) :]]
+
+    def _cut_at_end(self, state: RequestState, new: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the one that ends the request, and why it ends."""
+        stop_ids = state.request.stop_ids
+        for i, token in enumerate(new):
+            if token in stop_ids:
+                return new[: i + 1], FinishReason.STOP
+            if state.num_output + i + 1 >= state.max_tokens:
+                return new[: i + 1], FinishReason.LENGTH
+        return new, None
+
+    def _end(
+        self,
+        state: RequestState,
+        finish: FinishReason,
+        token_ids: list[int] | None = None,
+        got: RowResult | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        """Forgets a request and frees its blocks; its last event. Reopens admission."""
+        if state.status in (Status.WAITING, Status.PREEMPTED):
+            self._waiting.remove(state)
+        self._prefills.pop(state.id, None)
+        self._decodes.pop(state.id, None)
+        self.cache.release(state.table)
+        state.status = Status.ENDED
+        del self._states[state.id]
+        self._ended_ids.append(state.id)
+        self._cooldown_until_step = 0
+        self.stats.finished[finish.value] += 1
+        return self._event(state, token_ids or [], got, finish, error)
+
+    def _event(
+        self,
+        state: RequestState,
+        token_ids: list[int],
+        got: RowResult | None,
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        num = len(token_ids)
+        logits: Any = None if got is None or got.logits is None else got.logits[:num]
+        first, state.was_reported = not state.was_reported, True
+        return TokenEvent(
+            request_id=state.id,
+            token_ids=token_ids,
+            logprobs=None if got is None or got.logprobs is None else got.logprobs[:num],
+            logits=logits,
+            finish=finish,
+            error=error,
+            cached_tokens=state.cached_tokens,
+            first_scheduled_s=state.first_scheduled_s if first else None,
+        )
+
+    # -- audit ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Audits requests, queues, tables and pool against each other. Raises AssertionError saying what is broken."""
+        states = self._states
+        self.cache.check(state.table for state in states.values())
+        assert self._waiting == sorted(self._waiting, key=_rank), "the waiting queue is out of order"
+        homes = [s.id for s in self._waiting] + list(self._prefills) + list(self._decodes)
+        assert sorted(homes) == sorted(states), "open requests and queues disagree"
+        for state in states.values():
+            where = f"{state.id} ({state.status.value})"
+            waits = state.status in (Status.WAITING, Status.PREEMPTED)
+            assert waits == (state in self._waiting), f"{where} is in the wrong queue"
+            assert (state.status is Status.PREFILL) == (state.id in self._prefills), f"{where} is in the wrong queue"
+            assert 0 <= state.num_computed < len(state.tokens) <= self.capacity_tokens, f"{where}: token counts"
+            assert state.num_computed <= len(state.table.blocks) * self.cache.block_size, f"{where}: blocks are missing"
+            assert not (waits and state.table.blocks), f"{where} holds blocks"
+            if state.status is Status.DECODE:
+                assert state.gap == 1, f"{where} has {state.gap} tokens to compute"
+                assert state.num_output > 0, f"{where} has said nothing"
+        if not states:
+            assert self.cache.num_free == self.cache.num_blocks, "blocks are held while no request is open"
+
+    def unused_slots(self) -> int:
+        """Token slots in held blocks that hold no token yet: at most one partial block per request, by design."""
+        running = [*self._prefills.values(), *self._decodes.values()]
+        return sum(len(s.table.blocks) * self.cache.block_size - s.num_computed for s in running)
+
+
+def _rank(state: RequestState) -> tuple[int, int, float, int]:
+    return state.rank

@@ -1,0 +1,98 @@
+"""What the scheduler knows of one request: known tokens, computed tokens, blocks, where it stands."""
+
+from __future__ import annotations
+
+import enum
+
+from firstlight.cache import BlockTable
+from firstlight.types import CoreRequest, RowSampling
+
+__all__ = ["RequestState", "Status"]
+
+
+class Status(enum.Enum):
+    """Where a request stands. Waiting and preempted ones hold no blocks; ended ones are forgotten."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    ENDED = "ended"
+
+
+class RequestState:
+    """One request from admission to its end. Written by the scheduler alone.
+
+    Invariants:
+        0 <= num_computed < len(tokens) while it is open: there is always something left to compute.
+        DECODE exactly when all but the last known token are computed and at least one is output.
+    """
+
+    __slots__ = (
+        "awaited_key",
+        "cached_tokens",
+        "first_scheduled_s",
+        "has_penalty",
+        "max_tokens",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "rank",
+        "request",
+        "status",
+        "table",
+        "tokens",
+        "was_reported",
+    )
+
+    def __init__(self, request: CoreRequest, table: BlockTable) -> None:
+        params = request.params
+        self.request = request
+        self.table = table
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0
+        self.cached_tokens = 0
+        self.awaited_key: bytes | None = None
+        """The first block's key it lacked when last looked up."""
+        self.num_preemptions = 0
+        self.first_scheduled_s: float | None = None
+        self.was_reported = False
+        self.status = Status.WAITING
+        self.max_tokens = request.max_tokens
+        self.rank: tuple[int, int, float, int] = (request.priority, 1, 0.0, 0)
+        self.has_penalty = (
+            params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        )
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def gap(self) -> int:
+        """Known tokens that are not computed yet."""
+        return len(self.tokens) - self.num_computed
+
+    def sampling(self) -> RowSampling:
+        """How to sample right after the last known token. `history` is the live list: read it before `absorb`."""
+        params = self.request.params
+        return RowSampling(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=self.request.seed,
+            output_index=len(self.tokens) - self.num_prompt,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            logprobs=params.logprobs,
+            history=self.tokens if self.has_penalty else [],
+            num_prompt=self.num_prompt,
+        )
