@@ -47,7 +47,8 @@ def unpack_blocks(data: U8, type_name: str, rows: int, cols: int) -> Matrix:
     if cols % block_values or data.size != rows * cols // block_values * block_bytes:
         raise ModelError(f"{data.size} bytes of {type_name} do not make a matrix of {rows} x {cols}")
     if type_name in FLOAT_TYPES:
-        return data.view(FLOAT_TYPES[type_name]).reshape(rows, cols)
+        floats: FloatMatrix = data.view(FLOAT_TYPES[type_name]).reshape(rows, cols)
+        return floats
     kind, group, unpack = QUANT_TYPES[type_name]
     codes, scales, mins = unpack(data.reshape(-1, block_bytes))
     groups = (rows, cols // group)
