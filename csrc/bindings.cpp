@@ -3,4 +3,11 @@
 
 namespace nb = nanobind;
 
-NB_MODULE(_native, m) { m.attr("abi") = 1; }
+namespace firstlight {
+void bind_sampling(nb::module_& m);  // bindings_sampling.cpp
+}
+
+NB_MODULE(_native, m) {
+  m.attr("abi") = 1;
+  firstlight::bind_sampling(m);
+}
