@@ -1,4 +1,4 @@
-"""One log line per event: `event=name key=value ...` on stderr. Knows no requests; never given prompt or answer text."""
+"""One log line per event: `event=name key=value ...` on stderr. Knows no requests; is never given their text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
 
 
 def log_event(event: str, level: int = logging.INFO, **fields: object) -> None:
-    """Logs one line. Floats get six significant digits; a value that is not plain is quoted as JSON, so a line stays a line."""
+    """Logs one line. Floats get six significant digits; what is not plain is quoted as JSON, so a line stays a line."""
     logger = logging.getLogger(LOGGER_NAME)
     if logger.isEnabledFor(level):
         pairs = (f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)
@@ -24,7 +24,7 @@ def log_event(event: str, level: int = logging.INFO, **fields: object) -> None:
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Sends events of `level` and above to stderr, for processes that are a program of ours and not a library's guest."""
+    """Sends events of `level` and above to stderr: for programs of ours, not where firstlight is a library."""
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(level)
     logger.propagate = False

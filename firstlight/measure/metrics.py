@@ -20,7 +20,7 @@ LATENCY_BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.010, 0.015, 0.020, 0.030, 0.050, 0.075),
     *(0.100, 0.150, 0.200, 0.300, 0.500, 0.750, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0),
 )
-"""Upper bounds from 1 ms to 60 s, at most a factor of 2 apart, so that a quantile read from them is off by less than that."""
+"""Upper bounds from 1 ms to 60 s, at most a factor of 2 apart, so a quantile read from them is off by less."""
 
 SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "num_requests_running": ("gauge", "Requests that have blocks and take part in steps"),
@@ -89,7 +89,10 @@ class Metrics:
             registry=self._registry,
         )
         self._open = Gauge(
-            _PREFIX + "http_requests_open", "Generation requests being answered", ["model_name"], registry=self._registry
+            _PREFIX + "http_requests_open",
+            "Generation requests being answered",
+            ["model_name"],
+            registry=self._registry,
         ).labels(model_name)
         build = Gauge(_PREFIX + "build_info", "Always 1", ["model_name", "version"], registry=self._registry)
         build.labels(model_name, version).set(1)
@@ -149,9 +152,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        histogram = Histogram(
-            _PREFIX + name, text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry
-        )
+        histogram = Histogram(_PREFIX + name, text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry)
         return histogram.labels(self._model_name)
 
     def _counter(self, name: str, text: str) -> Counter:

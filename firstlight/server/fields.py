@@ -1,4 +1,4 @@
-"""The names a request may have: known, accepted as metadata, refused by name for now. Everything else is unknown and refused.
+"""The names a request may have: known, accepted as metadata, or refused by name for now. All others are unknown.
 
 Knows names and the values that mean "off", not what the fields do.
 """
@@ -15,10 +15,11 @@ __all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "DETOKENIZE_FIELDS", "TOKENIZE_FI
 
 _MAX_NAME_CHARS = 64
 
-_SHARED = frozenset(
+_SHARED_NAMES = (
     "model stream stream_options n stop max_tokens temperature top_p top_k min_p seed logit_bias presence_penalty "
-    "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings".split()
+    "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings"
 )
+_SHARED = frozenset(_SHARED_NAMES.split())
 CHAT_FIELDS = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION_FIELDS = _SHARED | {"prompt", "echo", "best_of"}
 TOKENIZE_FIELDS = frozenset({"content", "prompt", "text", "add_special", "parse_special", "model"})
@@ -57,16 +58,17 @@ OFF_VALUES: dict[str, tuple[_Claim, str]] = {
 }
 """Known fields of features that are not here yet: only the value that leaves them off is taken."""
 
-NOT_YET = frozenset(
+_NOT_YET_NAMES = (
     "reasoning_effort verbosity prediction audio web_search_options moderation prompt_cache_options "
     "prompt_cache_retention guided_json guided_regex guided_choice guided_grammar structured_outputs grammar "
     "json_schema use_beam_search length_penalty early_stopping best_of echo min_tokens bad_words allowed_token_ids "
     "prompt_logprobs truncate_prompt_tokens skip_special_tokens spaces_between_special_tokens chat_template "
     "chat_template_kwargs add_generation_prompt continue_final_message documents priority request_id logits_processors "
     "cache_prompt n_predict mirostat typical_p tfs_z dry_multiplier xtc_probability top_n_sigma repeat_penalty "
-    "repeat_last_n samplers id_slot n_probs return_tokens_as_token_ids cache_salt suffix lora session_id".split()
+    "repeat_last_n samplers id_slot n_probs return_tokens_as_token_ids cache_salt lora session_id"
 )
-"""Fields that OpenAI or other servers take and this one does not, so the answer can say "not supported" and not "unknown"."""
+NOT_YET = frozenset(_NOT_YET_NAMES.split())
+"""Fields that OpenAI or other servers take and this one does not: the answer says "not supported", not "unknown"."""
 
 
 def refuse_unknown(members: Mapping[str, Any], known: frozenset[str], route: str) -> None:

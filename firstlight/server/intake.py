@@ -1,6 +1,6 @@
 """Checked requests from raw bodies: every field is typed, in range or refused by the name the client used.
 
-Knows the wire forms and `SamplingParams`; limits that need the model (context length, vocabulary) are the engine's to check.
+Knows the wire forms and `SamplingParams`; limits that need the model (context, vocabulary) are the engine's to check.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-_EMPTY_MESSAGE_FIELDS = frozenset({"tool_calls", "annotations", "refusal", "audio", "function_call", "reasoning_content"})
+_EMPTY_MESSAGE_FIELDS = frozenset(
+    {"tool_calls", "annotations", "refusal", "audio", "function_call", "reasoning_content"}
+)
 """Members that client libraries send back from an earlier answer; taken when they hold nothing."""
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOP_STRINGS = 16
@@ -79,7 +81,8 @@ class Intake:
         prompts = _prompts(body.prompt, self.max_prompts)
         if body.best_of is not None and body.best_of != body.n:
             raise UnsupportedParameter(
-                f"`best_of` is {body.best_of} and `n` is {body.n}: only `best_of` equal to `n` is supported", param="best_of"
+                f"`best_of` is {body.best_of} and `n` is {body.n}: only `best_of` equal to `n` is supported",
+                param="best_of",
             )
         _require_range("logprobs", body.logprobs, 0, _MAX_TOP_LOGPROBS)
         if body.echo and body.logprobs is not None:

@@ -65,7 +65,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _name_the_fault(raw: bytes, error: ValueError) -> NoReturn:
-    """Raises with the top-level field that does not decode; where the object itself is broken, with the parser's words."""
+    """Raises with the top-level field that does not decode; where the object is broken, with the parser's words."""
     try:
         members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):

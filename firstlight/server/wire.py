@@ -1,6 +1,6 @@
 """What clients send, typed: one Struct per route body, and the checked request that leaves this room.
 
-The `*Body` structs are raw input with JSON types only; `GenerationRequest` is checked input. Knows no HTTP and no engine.
+The `*Body` structs are raw input with JSON types only; `GenerationRequest` is checked input. Knows no HTTP, no engine.
 """
 
 from __future__ import annotations

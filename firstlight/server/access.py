@@ -1,0 +1,103 @@
+"""Who may call: API keys, and browsers by their origin. Knows headers, not routes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from firstlight.config import ServerConfig
+from firstlight.errors import AuthError, ConfigError, RequestError
+from firstlight.server.asgi import Exchange, Headers
+
+__all__ = ["Access", "ForbiddenOrigin"]
+
+_SALT_CONTEXT = b"firstlight prefix-cache tenant\0"
+
+
+class ForbiddenOrigin(RequestError):
+    """A browser page of another origin that the operator has not allowed."""
+
+    status = 403
+    code = "forbidden_origin"
+
+
+class Access:
+    """The keys and origins of one server.
+
+    Raises:
+        ConfigError: a key is empty, or the key file cannot be read.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        keys = [*config.api_key, *_keys_of_file(config.api_key_file)]
+        if any(not key.strip() for key in keys):
+            raise ConfigError("`api_key` is empty: give a key, or leave the option out", param="api_key")
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._origins = frozenset(origin.rstrip("/") for origin in config.cors_origins)
+
+    def tenant_salt(self, exchange: Exchange) -> bytes:
+        """The prefix-cache salt of the key that the client sent; empty where no keys are set.
+
+        Every key is compared in full, so time tells nothing. Raises AuthError when the key is missing or wrong.
+        """
+        if not self._digests:
+            return b""
+        scheme, _, token = exchange.headers.get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            what = "wrong" if token else "missing"
+            raise AuthError(f"the API key is {what}: send `Authorization: Bearer KEY`", param="Authorization")
+        return hashlib.sha256(_SALT_CONTEXT + digest).digest()[:16]
+
+    def admit_origin(self, exchange: Exchange) -> None:
+        """Adds CORS headers for an allowed origin, and keeps pages of other origins from using a server they can reach.
+
+        Raises ForbiddenOrigin for a POST from a page that is neither allowed nor served by this host.
+        """
+        raw = exchange.headers.get(b"origin")
+        if raw is None:
+            return
+        origin = raw.decode("latin-1").rstrip("/")
+        if origin in self._origins or "*" in self._origins:
+            exchange.base_headers += [(b"access-control-allow-origin", raw), (b"vary", b"Origin")]
+            exchange.base_headers.append((b"access-control-expose-headers", b"X-Request-Id, Retry-After"))
+        elif exchange.method == "POST" and not _is_same_host(origin, exchange):
+            raise ForbiddenOrigin(
+                f"origin {origin[:128]!r} is not allowed here: restart with `--cors-origins {origin[:128]}`",
+                param="Origin",
+            )
+
+    def preflight_headers(self, exchange: Exchange) -> Headers | None:
+        """The answer to a browser's OPTIONS question, None where it is not one or the origin is not allowed."""
+        allowed = any(name == b"access-control-allow-origin" for name, _ in exchange.base_headers)
+        if not allowed or b"access-control-request-method" not in exchange.headers:
+            return None
+        return [
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"Authorization, Content-Type, X-Request-Id"),
+            (b"access-control-max-age", b"600"),
+        ]
+
+
+def _is_same_host(origin: str, exchange: Exchange) -> bool:
+    try:
+        netloc = urlsplit(origin).netloc
+    except ValueError:
+        return False
+    return bool(netloc) and netloc.encode("latin-1", "replace") == exchange.headers.get(b"host")
+
+
+def _keys_of_file(path: str) -> list[str]:
+    if not path:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`api_key_file` {path} cannot be read: {error}", param="api_key_file") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"`api_key_file` {path} has no key: put one on each line", param="api_key_file")
+    return keys

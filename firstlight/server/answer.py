@@ -1,0 +1,180 @@
+"""A checked request answered: ids, generations, pieces, and one of two renderings of them.
+
+The same pieces feed a stream and a whole answer. Knows the engine's deltas and the answer forms, not how they are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from firstlight.engine.frontend import AsyncEngine
+from firstlight.engine.generation import Generation
+from firstlight.errors import BackendError, FirstlightError, OverloadedError
+from firstlight.server.asgi import Exchange
+from firstlight.server.merge import merged_batches
+from firstlight.server.record import RequestRecord
+from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
+from firstlight.server.sse import EventStream
+from firstlight.server.wire import GenerationRequest
+from firstlight.types import FinishReason, OutputDelta, TokenLogprob, Usage
+
+__all__ = ["Answer"]
+
+_SHUTDOWN_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one choice has gained since its last piece."""
+
+    choice: int
+    text: str
+    logprobs: list[TokenLogprob] | None
+    num_tokens: int
+    finish: FinishReason | None
+
+
+class Answer:
+    """One answer being made. Written by the task that serves its exchange.
+
+    Args:
+        cache_salt: keeps this client's prefix-cache entries apart from other tenants'.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, request: GenerationRequest, record: RequestRecord, answer_id: str, cache_salt: bytes
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._record = record
+        self._answer_id = answer_id
+        self._cache_salt = cache_salt
+        self._usages: dict[int, Usage] = {}
+
+    async def respond(self, exchange: Exchange, stream: EventStream | None) -> None:
+        """Answers the exchange, through `stream` where there is one.
+
+        Raises:
+            RequestError, OverloadedError: before anything was sent.
+            BackendError, OverloadedError: the engine failed or is closing; a stream may have started.
+        """
+        prompts = await self._encode()
+        self._record.num_prompt = sum(len(ids) for ids in prompts)
+        generations = await self._submit(prompts)
+        form = self._form(prompts)
+        if stream is not None:
+            await self._send_stream(generations, form, stream)
+        else:
+            await self._send_whole(generations, form, exchange)
+
+    async def _encode(self) -> list[list[int]]:
+        request = self._request
+        if request.is_chat:
+            return [await self._engine.encode_chat(request.messages)]
+        return [await self._engine.encode_prompt(prompt) for prompt in request.prompts]
+
+    async def _submit(self, prompts: Sequence[list[int]]) -> list[Generation]:
+        """One generation per prompt; none goes on if one is refused."""
+        generations: list[Generation] = []
+        params, salt = self._request.params, self._cache_salt
+        try:
+            for at, ids in enumerate(prompts):
+                name = f"{self._answer_id}-{at}" if len(prompts) > 1 else self._answer_id
+                generations.append(self._engine.generate(name, ids, params, cache_salt=salt))
+        except BaseException:
+            for generation in generations:
+                await generation.aclose()
+            raise
+        return generations
+
+    def _form(self, prompts: Sequence[list[int]]) -> AnswerForm:
+        request, info, tokenizer = self._request, self._engine.info, self._engine.tokenizer
+        fingerprint = "fp_" + info.backend.fingerprint.hex()[:12]
+        args = (self._answer_id, int(time.time()), request.model, fingerprint, tokenizer.id_to_bytes)
+        has_logprobs = request.params.logprobs is not None
+        form: ChatForm | CompletionForm
+        if request.is_chat:
+            form = ChatForm(*args, has_logprobs=has_logprobs)
+        else:
+            form = CompletionForm(*args, has_logprobs=has_logprobs, echoes=self._echoes(prompts))
+        form.includes_usage = request.include_usage
+        return form
+
+    def _echoes(self, prompts: Sequence[list[int]]) -> list[str]:
+        """The prompt's text per choice, as the client wrote it or, for ids, decoded."""
+        if not self._request.echo:
+            return []
+        texts = [
+            prompt if isinstance(prompt, str) else self._engine.decode(ids)
+            for prompt, ids in zip(self._request.prompts, prompts, strict=True)
+        ]
+        return [text for text in texts for _ in range(self._request.params.n)]
+
+    async def _pieces(self, generations: Sequence[Generation]) -> AsyncGenerator[list[Piece]]:
+        """All that is waiting at a time, until every choice has ended. Raises where a choice does not end by itself."""
+        async with aclosing(merged_batches(generations, self._request.params.n)) as batches:
+            async for batch in batches:
+                yield [self._piece(choice, delta) for choice, delta in batch]
+
+    def _piece(self, choice: int, delta: OutputDelta) -> Piece:
+        if delta.first_scheduled_s is not None:
+            self._record.scheduled(delta.first_scheduled_s)
+        if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            raise _failure(delta)
+        if delta.finish is not None:
+            self._record.finished(choice, delta.finish)
+        if delta.usage is not None:
+            self._usages[choice] = delta.usage
+        return Piece(choice, delta.text, self._shown_logprobs(delta), len(delta.token_ids), delta.finish)
+
+    def _shown_logprobs(self, delta: OutputDelta) -> list[TokenLogprob] | None:
+        """Logprobs of the tokens that are text: the token that ended the answer is counted, but not shown."""
+        ended_by_id = delta.finish is FinishReason.STOP and not isinstance(delta.stop_reason, str)
+        if delta.logprobs and ended_by_id and not self._request.params.include_stop_str_in_output:
+            return delta.logprobs[:-1]
+        return delta.logprobs
+
+    async def _send_stream(self, generations: Sequence[Generation], form: AnswerForm, stream: EventStream) -> None:
+        opened: set[int] = set()
+        async with aclosing(self._pieces(generations)) as batches:
+            async for pieces in batches:
+                frames = []
+                for piece in pieces:
+                    if piece.choice not in opened:
+                        opened.add(piece.choice)
+                        frames.append(form.opening(piece.choice))
+                    frames.append(form.piece(piece.choice, piece.text, piece.logprobs, piece.finish))
+                if any(frames):
+                    await stream.write(b"".join(frames))
+                for piece in pieces:
+                    self._record.tokens(piece.choice, piece.num_tokens)
+        usage = self._total_usage()
+        await stream.write(form.last(usage if self._request.include_usage else None, self._timings()), is_last=True)
+
+    async def _send_whole(self, generations: Sequence[Generation], form: AnswerForm, exchange: Exchange) -> None:
+        totals = [ChoiceTotal() for _ in range(self._request.num_choices)]
+        async with aclosing(self._pieces(generations)) as batches:
+            async for pieces in batches:
+                for piece in pieces:
+                    totals[piece.choice].add(piece.text, piece.logprobs, piece.finish)
+                    self._record.tokens(piece.choice, piece.num_tokens)
+        await exchange.respond(200, form.whole(totals, self._total_usage(), self._timings()))
+
+    def _total_usage(self) -> Usage:
+        self._record.usage = total_usage(self._usages, self._request.num_choices, self._request.params.n)
+        return self._record.usage
+
+    def _timings(self) -> dict[str, float] | None:
+        return self._record.timings() if self._request.timings else None
+
+
+def _failure(delta: OutputDelta) -> FirstlightError:
+    """Why a choice did not end by itself. Only a closing engine aborts what its client still waits for."""
+    if delta.finish is FinishReason.ABORT:
+        return OverloadedError(
+            "the server is shutting down: send the request again", retry_after_s=_SHUTDOWN_RETRY_S, status=503
+        )
+    return BackendError(delta.error or "the engine failed")

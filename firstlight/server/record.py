@@ -1,0 +1,109 @@
+"""What one generation request did and when: fills the metrics and the one log line. Never holds text."""
+
+from __future__ import annotations
+
+import time
+
+from firstlight.measure.log import log_event
+from firstlight.measure.metrics import Metrics
+from firstlight.types import FinishReason, Usage
+
+__all__ = ["RequestRecord"]
+
+
+class RequestRecord:
+    """Stamps and counts of one request, on the monotonic clock. Written by the task that serves it."""
+
+    def __init__(self, metrics: Metrics, route: str, request_id: str, arrival_s: float) -> None:
+        self._metrics = metrics
+        self._route = route
+        self._request_id = request_id
+        self._arrival_s = arrival_s
+        self._first_s: float | None = None
+        self._last_s: dict[int, float] = {}
+        self._finishes: dict[int, FinishReason] = {}
+        self._num_output = 0
+        self.answer_id = ""
+        self.stream = False
+        self.num_prompt = 0
+        self.queue_s: float | None = None
+        self.usage: Usage | None = None
+        metrics.opened()
+
+    def scheduled(self, first_scheduled_s: float) -> None:
+        """The request's first choice has entered a step."""
+        if self.queue_s is None:
+            self.queue_s = max(0.0, first_scheduled_s - self._arrival_s)
+            self._metrics.queued(self.queue_s)
+
+    def tokens(self, choice: int, num_tokens: int) -> None:
+        """Output tokens of a choice have just left the server (for a whole answer: have been made)."""
+        if num_tokens == 0:
+            return
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+            self._metrics.first_token(now_s - self._arrival_s)
+        last_s = self._last_s.get(choice)
+        if last_s is not None:
+            self._metrics.tokens(now_s - last_s, num_tokens)
+        self._last_s[choice] = now_s
+        self._num_output += num_tokens
+
+    def finished(self, choice: int, finish: FinishReason) -> None:
+        """A choice has ended."""
+        self._finishes[choice] = finish
+
+    def timings(self) -> dict[str, float]:
+        """The `timings` extension: milliseconds and tokens per second as this request saw them."""
+        now_s = time.monotonic()
+        first_s = now_s if self._first_s is None else self._first_s
+        decode_s = max(self._last_s.values(), default=first_s) - first_s
+        num_gaps = max(0, self._num_output - max(1, len(self._last_s)))
+        spans = {
+            "queue_ms": (self.queue_s or 0.0) * 1e3,
+            "ttft_ms": (first_s - self._arrival_s) * 1e3,
+            "decode_ms": decode_s * 1e3,
+            "e2e_ms": (now_s - self._arrival_s) * 1e3,
+            "output_tokens_per_s": num_gaps / decode_s if decode_s > 0 else 0.0,
+        }
+        return {name: round(value, 3) for name, value in spans.items()}
+
+    def close(self, status: int, outcome: str | None) -> None:
+        """Counts and logs the request.
+
+        Args:
+            outcome: None where it was answered; else "client_gone", "slow_reader" or the error's code.
+        """
+        e2e_s = time.monotonic() - self._arrival_s
+        num_prompt = self.usage.prompt_tokens if self.usage else self.num_prompt
+        finishes = [self._finishes[choice].value for choice in sorted(self._finishes)]
+        self._metrics.closed()
+        if outcome is None:
+            self._metrics.answered(e2e_s, num_prompt, self._num_output, finishes)
+        else:
+            self._metrics.ended(num_prompt, self._num_output)
+            self._count(outcome, status)
+        log_event(
+            "request",
+            id=self.answer_id,
+            request_id=self._request_id,
+            route=self._route,
+            status=status,
+            stream=self.stream,
+            prompt_tokens=num_prompt,
+            cached_tokens=self.usage.cached_tokens if self.usage else None,
+            output_tokens=self._num_output,
+            queue_ms=None if self.queue_s is None else self.queue_s * 1e3,
+            ttft_ms=None if self._first_s is None else (self._first_s - self._arrival_s) * 1e3,
+            e2e_ms=e2e_s * 1e3,
+            finish=outcome or ",".join(finishes),
+        )
+
+    def _count(self, outcome: str, status: int) -> None:
+        if outcome == "client_gone":
+            self._metrics.aborted()
+        elif outcome == "slow_reader":
+            self._metrics.slow_reader()
+        else:
+            self._metrics.failed(status, outcome)

@@ -1,0 +1,138 @@
+"""What the routes of one server share: engine, limits, metrics, and a few threads for big bodies.
+
+Knows the state of the engine as a client sees it: loading, ready, stalled, failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+from firstlight.config import ServerConfig
+from firstlight.engine.frontend import AsyncEngine
+from firstlight.errors import BackendError, OverloadedError
+from firstlight.measure.metrics import Metrics
+from firstlight.server.access import Access
+from firstlight.server.intake import Intake
+
+__all__ = ["Service", "package_version"]
+
+_T = TypeVar("_T")
+
+_BIG_BODY_BYTES = 64 * 1024
+"""Parsed on a thread above this, so that no stream waits for another client's long prompt."""
+_NUM_PARSE_THREADS = 2
+_LOADING_RETRY_S = 2.0
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Service:
+    """The shared parts of one server. `engine` may still be loading."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.access = Access(config)
+        self.created = int(time.time())
+        self.max_body_bytes = int(config.max_body_mb * 1e6)
+        self._threads = ThreadPoolExecutor(_NUM_PARSE_THREADS, thread_name_prefix="firstlight-parse")
+        self.open_since_s: dict[str, float] = {}
+        """Arrival of every generation request that is being answered, by answer id."""
+
+    @property
+    def has_debug_routes(self) -> bool:
+        """/debug/* are there."""
+        setting = self.config.debug_routes
+        return setting == "on" or (setting == "auto" and self.config.host.startswith(_LOOPBACK))
+
+    @cached_property
+    def intake(self) -> Intake:
+        """The door for bodies. Only once the engine is ready."""
+        names = (self.config.served_model_name or self.engine.info.model, *self.config.model_aliases)
+        return Intake(model_names=names, max_n=self.config.max_n, max_prompts=self.config.max_prompts)
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The metrics. Only once the engine is ready."""
+        metrics = Metrics(self.intake.model_names[0], package_version())
+        metrics.watch(self._snapshot)
+        return metrics
+
+    def require_ready(self) -> None:
+        """Raises OverloadedError (503) while the model loads or the engine closes, BackendError once it has failed."""
+        if self.engine.ready:
+            return
+        if self.engine.failed is not None:
+            raise BackendError(f"the engine has failed: {self.engine.failed}")
+        raise OverloadedError(
+            "the model is loading or the server is shutting down: try again", retry_after_s=_LOADING_RETRY_S, status=503
+        )
+
+    def why_not_ready(self) -> str | None:
+        """Why /ready says no; None when requests are taken and make progress."""
+        if self.engine.failed is not None:
+            return f"the engine has failed: {self.engine.failed}"
+        if not self.engine.ready:
+            return "loading, warming up or shutting down"
+        stalled_s = self._stalled_s()
+        if stalled_s > self.config.stall_s:
+            return f"requests are waiting and no step has ended for {stalled_s:.0f} s"
+        return None
+
+    async def parsed(self, parse: Callable[[bytes], _T], raw: bytes) -> _T:
+        """`parse(raw)`, on a thread where the body is big enough to be felt by the streams."""
+        if len(raw) <= _BIG_BODY_BYTES:
+            return parse(raw)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parse, raw)
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def counts(self) -> dict[str, int]:
+        """Requests and blocks as of now."""
+        stats = self.engine.stats()
+        return {
+            "waiting": stats.waiting,
+            "running": stats.running,
+            "num_blocks": stats.cache.num_blocks,
+            "free_blocks": stats.cache.free_blocks,
+            "used_blocks": stats.cache.num_blocks - stats.cache.free_blocks,
+            "cached_blocks": stats.cache.cached_blocks,
+        }
+
+    def _snapshot(self) -> Mapping[str, float]:
+        stats = self.engine.stats()
+        num_blocks = stats.cache.num_blocks
+        num_used = num_blocks - stats.cache.free_blocks
+        return {
+            "num_requests_running": stats.running,
+            "num_requests_waiting": stats.waiting,
+            "kv_cache_usage_perc": num_used / num_blocks if num_blocks else 0.0,
+            "kv_cache_blocks": num_blocks,
+            "kv_cache_blocks_used": num_used,
+            "steps": stats.scheduler.steps,
+            "num_preemptions": stats.scheduler.preemptions,
+            "prefix_cache_queries": stats.cache.lookup_tokens,
+            "prefix_cache_hits": stats.cache.hit_tokens,
+        }
+
+    def _stalled_s(self) -> float:
+        """How long the engine has had work and ended no step, from the last step or the oldest open request on."""
+        stats = self.engine.stats()
+        if not self.open_since_s or stats.waiting + stats.running == 0:
+            return 0.0
+        return time.monotonic() - max(stats.last_progress_s, min(self.open_since_s.values()))
+
+
+def package_version() -> str:
+    """The version of the installed package."""
+    try:
+        return version("firstlight")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,155 @@
+"""Server-sent events over ASGI, and a watch over the client that reads them.
+
+Knows frames and sockets, not what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Any
+
+from firstlight.errors import FirstlightError
+from firstlight.server.asgi import ClientGone, Exchange, error_body
+
+__all__ = ["ClientWatch", "EventStream", "SlowReader"]
+
+_EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_KEEP_ALIVE = b": keep-alive\n\n"
+_LINGER_S = 10.0
+"""How long a stream that was ended for not being read may take to fetch the reason before its connection is cut."""
+
+
+class SlowReader(FirstlightError):
+    """The client did not read for too long, so its stream was ended."""
+
+    status = 408
+    code = "slow_reader"
+    kind = "invalid_request_error"
+
+
+class EventStream:
+    """The answer of one exchange as events. The head goes with the first write, so an early error keeps its status."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._lock = asyncio.Lock()
+        self.last_write_s = exchange.arrival_s
+        self.blocked_since_s: float | None = None
+        """Since when a write has been waiting for the client to read."""
+
+    @property
+    def started(self) -> bool:
+        """The head has been sent."""
+        return self._exchange.status is not None
+
+    async def write(self, frames: bytes, *, is_last: bool = False) -> None:
+        """Sends `frames` in one write. Waits while the client has not read what was sent before."""
+        async with self._lock:
+            self.blocked_since_s = time.monotonic()
+            try:
+                if self._exchange.status is None:
+                    self._exchange.status = 200
+                    headers = _EVENT_STREAM_HEADERS + self._exchange.base_headers
+                    await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._exchange.is_complete = is_last
+                await self._exchange.send({"type": "http.response.body", "body": frames, "more_body": not is_last})
+            finally:
+                self.last_write_s = time.monotonic()
+                self.blocked_since_s = None
+
+    async def keep_alive(self) -> None:
+        """Sends a comment, unless something else is being sent."""
+        if not self._lock.locked() and not self._exchange.is_complete:
+            await self.write(_KEEP_ALIVE)
+
+    async def fail(self, error: FirstlightError) -> None:
+        """Ends a started stream with an error event."""
+        frame = b"data: " + error_body(error) + b"\n\n"
+        if isinstance(error, SlowReader):
+            self._cut(frame)
+        else:
+            await self.write(frame, is_last=True)
+
+    def _cut(self, frame: bytes) -> None:
+        """Puts the frame behind what the client has not read, and drops the connection if it still does not read.
+
+        `send` would wait for the client, so this goes to the transport, which our protocol class puts into the scope.
+        """
+        transport: Any = self._exchange.scope.get("extensions", {}).get("firstlight.transport")
+        if transport is None or transport.is_closing():
+            return
+        self._exchange.is_complete = True
+        transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(frame), frame))
+        transport.close()
+        asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+
+
+class ClientWatch:
+    """While its block runs, notices that the client has left or does not read, and ends the block's task for it.
+
+    Sends keep-alive comments on a stream that is quiet. Leaving the block raises ClientGone or SlowReader in place of
+    the cancellation it caused; a cancellation from elsewhere passes unchanged.
+    """
+
+    def __init__(
+        self, exchange: Exchange, stream: EventStream | None, *, keep_alive_s: float, slow_reader_s: float
+    ) -> None:
+        self._exchange = exchange
+        self._stream = stream
+        self._keep_alive_s = keep_alive_s
+        self._slow_reader_s = slow_reader_s
+        self._tick_s = max(0.01, min(1.0, keep_alive_s / 4, slow_reader_s / 4))
+        self._cause: Exception | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> ClientWatch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._work = task
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # No await before this line: a cancellation that `_watch` has asked for was already delivered in the block.
+        self._task.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+        if self._cause is not None and kind is asyncio.CancelledError:
+            self._work.uncancel()
+            raise self._cause from None
+
+    async def _watch(self) -> None:
+        while self._cause is None:
+            try:
+                async with asyncio.timeout(self._tick_s):
+                    message = await self._exchange.receive()
+            except TimeoutError:
+                self._tick()
+                continue
+            if self._exchange.is_complete:
+                return
+            if message["type"] == "http.disconnect":
+                self._cause = ClientGone()
+        self._work.cancel()
+
+    def _tick(self) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        now_s = time.monotonic()
+        if stream.blocked_since_s is not None:
+            if now_s - stream.blocked_since_s > self._slow_reader_s:
+                self._cause = SlowReader(
+                    f"the stream was not read for {self._slow_reader_s:g} s and was ended: read faster, or ask for less"
+                )
+        elif now_s - stream.last_write_s >= self._keep_alive_s:
+            # A task of its own: should the socket be full, the watch must go on.
+            self._comment = asyncio.create_task(stream.keep_alive())
