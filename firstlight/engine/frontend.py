@@ -1,114 +1,203 @@
 """The engine as the rest of the process sees it: text in, decoded deltas out, on one asyncio loop.
 
-Knows text, streams and aborts; knows no blocks and no steps. One wake-up of the loop per step carries every event of it.
+Knows text, streams and aborts; knows no blocks and no steps. One wake-up of the loop per step carries all its events.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from firstlight.backend.base import Backend, BackendInfo
 from firstlight.config import EngineConfig
-from firstlight.types import OutputDelta, SamplingParams
+from firstlight.engine.core import CoreStats, EngineCore, StepRecord
+from firstlight.engine.generation import Choice, Generation, Mailbox
+from firstlight.engine.load import EngineParts, load_parts
+from firstlight.errors import BackendError, OverloadedError, RequestError
+from firstlight.scheduler import Drafter
+from firstlight.text.pipeline import TextPipeline
+from firstlight.text.template import ChatTemplate
+from firstlight.text.tokenizer import Tokenizer
+from firstlight.types import CoreRequest, SamplingParams, TokenEvent
 
-__all__ = ["AsyncEngine", "EngineInfo", "Generation"]
+__all__ = ["AsyncEngine", "EngineInfo"]
+
+LARGE_TEXT_CHARS = 2000
+"""Longer text is tokenised in a worker thread (about a millisecond), so that the loop keeps its streams going."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What is being served."""
+    """What is being served. `max_model_len` is what one request can reach: context and KV memory both bound it."""
 
     model: str
     max_model_len: int
     vocab_size: int
-    eos_ids: tuple[int, ...]
+    eos_ids: frozenset[int]
     has_chat_template: bool
     backend: BackendInfo
-
-
-class Generation(AsyncIterator[OutputDelta]):
-    """One running `generate` call: iterate it for deltas; `aclose` (or dropping it) aborts what is still open.
-
-    Deltas that nobody takes are merged, so a slow reader holds at most one pending delta per choice.
-    The last delta of each of the `n` choices has `finish` and `usage` set; iteration ends after the last of them.
-    A cancelled `__anext__` aborts too.
-    """
-
-    request_id: str
-
-    async def __anext__(self) -> OutputDelta:
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        """Aborts every choice that has not ended. Idempotent."""
-        raise NotImplementedError
 
 
 class AsyncEngine:
     """Loads a model, owns the core's thread, and turns requests into streams of `OutputDelta`.
 
     Every method is called on the loop that ran `start`, except `stats`, `ready`, `failed` and `info` (any thread).
+
+    Args:
+        load: builds the parts from the configuration; called in a worker thread.
+        drafter: proposes draft tokens; none by default.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        load: Callable[[EngineConfig], EngineParts] = load_parts,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.config = config
+        self._load = load
+        self._drafter = drafter
+        self._parts: EngineParts | None = None
+        self._core: EngineCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._choices: dict[str, Choice] = {}
+        self._serial = itertools.count(1)
+        self._random = random.Random(config.seed)
 
     @classmethod
     def from_parts(
-        cls, backend: Backend, tokenizer: Any, chat_template: Any, config: EngineConfig, model_name: str
+        cls,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        config: EngineConfig,
+        model_name: str,
     ) -> AsyncEngine:
         """An engine over parts that are already loaded (tests, the command line). `chat_template` may be None."""
-        raise NotImplementedError
+        parts = EngineParts(backend=backend, tokenizer=tokenizer, chat_template=chat_template, model_name=model_name)
+        return cls(config, load=lambda config: parts)
+
+    # -- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads in a worker thread, starts the core and runs the warm-up. Raises ConfigError or ModelError."""
-        raise NotImplementedError
+        """Loads in a worker thread, starts the core and runs the warm-up.
+
+        Raises:
+            ConfigError: an option or the model cannot be used.
+            BackendError: the warm-up failed.
+        """
+        assert self._loop is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        self._parts = await asyncio.to_thread(self._load, self.config)
+        self._core = EngineCore(self._parts.backend, self.config, self._on_events, drafter=self._drafter)
+        try:
+            await asyncio.to_thread(self._core.start)
+        except BaseException:
+            self._core.stop()
+            raise
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Refuses new requests, lets open ones run `drain_s` seconds, aborts the rest, frees the backend. Idempotent."""
-        raise NotImplementedError
+        """Refuses new requests, lets open ones run `drain_s`, aborts the rest, frees the backend. Idempotent."""
+        self._is_closing = True
+        if self._core is None:
+            return
+        if drain_s > 0 and not self._core.failed:
+            await asyncio.wait({asyncio.wrap_future(self._core.drain())}, timeout=drain_s)
+        await asyncio.to_thread(self._core.stop)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def ready(self) -> bool:
         """Warm-up has passed, nothing has failed, and it is not closing."""
-        raise NotImplementedError
+        return self._core is not None and self._core.is_running and not self._is_closing and self.failed is None
 
     @property
     def failed(self) -> str | None:
         """Why the core cannot serve any more; None while it can."""
-        raise NotImplementedError
+        return self._core.failed if self._core is not None else None
 
     @property
     def info(self) -> EngineInfo:
         """What is served; valid after `start`."""
-        raise NotImplementedError
+        parts, core = self._started()
+        return EngineInfo(
+            model=parts.model_name,
+            max_model_len=core.max_model_len,
+            vocab_size=parts.backend.info.vocab_size,
+            eos_ids=frozenset(parts.tokenizer.eos_ids),
+            has_chat_template=parts.chat_template is not None,
+            backend=parts.backend.info,
+        )
 
-    def stats(self) -> Any:
-        """Counters and gauges as of now (a `CoreStats`)."""
-        raise NotImplementedError
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; valid after `start`."""
+        return self._started()[0].tokenizer
+
+    def stats(self) -> CoreStats:
+        """Counters and gauges as of now."""
+        return self._started()[1].stats()
+
+    def step_records(self) -> list[StepRecord]:
+        """The most recent steps, oldest first."""
+        return list(self._started()[1].step_records)
 
     async def check(self) -> None:
         """Audits every block, table and queue between two steps. Raises AssertionError saying what is broken."""
-        raise NotImplementedError
+        await asyncio.wrap_future(self._started()[1].check())
+
+    # -- text to ids ----------------------------------------------------------------------------------------------
 
     async def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a plain prompt; special tokens of the model (BOS) are added, text that looks like one stays text.
+        """Token ids of a plain prompt: BOS where the model wants one; text that spells a special token stays text.
 
-        A list of ids is checked against the vocabulary. Raises RequestError.
+        A list of ids is taken as it is (`generate` checks it).
         """
-        raise NotImplementedError
+        if not isinstance(prompt, str):
+            return list(prompt)
+        tokenizer = self.tokenizer
+        if len(prompt) > LARGE_TEXT_CHARS:
+            return await asyncio.to_thread(tokenizer.encode, prompt, add_special=True)
+        return tokenizer.encode(prompt, add_special=True)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **template_args: Any
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template. Raises RequestError."""
-        raise NotImplementedError
+        """Token ids of a conversation through the model's chat template.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        template, tokenizer = self._started()[0].chat_template, self.tokenizer
+        if template is None:
+            raise RequestError("`messages`: this model has no chat template: use /v1/completions", param="messages")
+
+        def encode() -> list[int]:
+            return tokenizer.encode_rendered(template.render(messages, tools=tools, **template_args))
+
+        size = sum(len(str(message.get("content", ""))) for message in messages)
+        return await asyncio.to_thread(encode) if tools or size > LARGE_TEXT_CHARS else encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
-        raise NotImplementedError
+        return self.tokenizer.decode(ids)
+
+    # -- generate -------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -133,4 +222,77 @@ class AsyncEngine:
             OverloadedError: at the call: `max_queue` requests wait already, or the engine is closing (status 503).
             BackendError: at the call: the core has failed. (A failure later is a delta with finish "error".)
         """
-        raise NotImplementedError
+        parts, core = self._started()
+        if self._is_closing:
+            raise OverloadedError("the engine is shutting down", retry_after_s=5.0, status=503)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.tokenizer.eos_ids)
+        max_tokens = params.max_tokens if params.max_tokens is not None else core.max_model_len
+        arrival_s = time.monotonic()
+        mailbox = Mailbox()
+        choices, requests = [], []
+        for i in range(params.n):
+            core_id = f"{request_id}#{next(self._serial)}"
+            pipeline = TextPipeline(
+                parts.tokenizer, params.stop, include_stop=params.include_stop_str_in_output, is_continuation=True
+            )
+            choices.append(Choice(i, core_id, params, pipeline, len(prompt_ids), mailbox))
+            requests.append(
+                CoreRequest(
+                    request_id=core_id,
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    seed=_choice_seed(seed, i),
+                    max_tokens=max_tokens,
+                    stop_ids=stop_ids,
+                    arrival_s=arrival_s,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    return_logits=return_logits,
+                    forced_ids=tuple(forced_ids),
+                )
+            )
+        core.submit(requests)
+        self._choices.update((choice.core_id, choice) for choice in choices)
+        return Generation(request_id, choices, mailbox, self._abort)
+
+    def _abort(self, choices: Sequence[Choice]) -> None:
+        """Any thread."""
+        ids = [choice.core_id for choice in choices]
+        for core_id in ids:
+            self._choices.pop(core_id, None)
+        if self._core is not None:
+            self._core.abort(ids)
+
+    def _on_events(self, events: list[TokenEvent]) -> None:
+        """The core's thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Hands each event to its choice; a stop string found on the way ends it in the core too."""
+        stopped = []
+        for event in events:
+            choice = self._choices.get(event.request_id)
+            if choice is None:
+                continue
+            if choice.deliver(event):
+                stopped.append(choice)
+            elif choice.has_ended:
+                del self._choices[event.request_id]
+        if stopped:
+            self._abort(stopped)
+
+    def _started(self) -> tuple[EngineParts, EngineCore]:
+        if self._parts is None or self._core is None:
+            raise BackendError("the engine is not started")
+        return self._parts, self._core
+
+
+def _choice_seed(seed: int, index: int) -> int:
+    """The seed itself for the first choice, independent ones for the others. Inside 0..2^64 - 1."""
+    seed &= 2**64 - 1
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

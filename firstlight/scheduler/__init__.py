@@ -1,4 +1,4 @@
-"""Which request computes what in the next step. Knows tokens, blocks and predicted time; no text, no device, no clock of its own."""
+"""Which request computes what in the next step. Knows tokens, blocks and predicted time; no text, no device."""
 
 from firstlight.scheduler.drafts import Drafter, accept
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from firstlight.backend.base import BackendInfo
 from firstlight.config import EngineConfig
@@ -49,3 +49,7 @@ class SchedulerStats:
     accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     aborted: dict[str, int] = field(default_factory=lambda: {s.value: 0 for s in Status if s is not Status.ENDED})
+
+    def copy(self) -> SchedulerStats:
+        """The counters as of now, which later steps leave alone."""
+        return replace(self, finished=dict(self.finished), aborted=dict(self.aborted))

@@ -302,7 +302,7 @@ class Scheduler:
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def _victim(self) -> RequestState:
-        """Of the least urgent class that runs, the request that has least computed work to lose (ties: the youngest)."""
+        """Of the least urgent class that runs, the request with least computed work to lose (ties: the youngest)."""
         running = [*self._prefills.values(), *self._decodes.values()]
         return min(running, key=lambda s: (-s.request.priority, s.num_computed, -s.rank[3]))
 

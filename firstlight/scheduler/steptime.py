@@ -70,7 +70,7 @@ class StepTimeModel:
         return a + b * load.rows + c * load.tokens + d * load.attended
 
     def max_chunk(self, load: StepLoad, start: int, budget_s: float) -> int:
-        """The most tokens one more row at `start` may have so that the step is predicted inside `budget_s`; 0 if none."""
+        """The most tokens one more row at `start` may have for the step to end inside `budget_s`; 0 if none."""
         _, b, c, d = self.coefficients
         left = budget_s - self.predict_s(load) - b
         linear = c + d * (start + 0.5)

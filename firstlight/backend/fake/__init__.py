@@ -1,4 +1,4 @@
-"""A deterministic backend without weights: the answer depends on every token read through the block table, and on nothing else."""
+"""A deterministic backend without weights: its answers depend on the tokens read through the block table alone."""
 
 from firstlight.backend.fake.backend import FakeBackend
 from firstlight.backend.fake.cost import StepCost, VirtualClock

@@ -108,8 +108,9 @@ class FakeBackend:
         self.is_closed = True
 
     def _validate(self, plan: StepPlan) -> None:
-        """Raises BackendError where the plan breaks a limit, a row has no table for its tokens, or two rows share a write."""
-        info, written = self._info, set()
+        """Raises BackendError where the plan breaks a limit, a table is too short, or two rows write the same block."""
+        info = self._info
+        written: set[int] = set()
         if self.is_closed:
             raise BackendError("the backend is closed")
         if not 0 < len(plan.rows) <= info.max_step_rows:
@@ -170,7 +171,7 @@ class FakeBackend:
         )
 
     def _logits(self, row: StepRow, num: int) -> npt.NDArray[np.float32]:
-        """`[vocab] float32` after the row's first `num` tokens: each position's word depends on its token, sums wrap."""
+        """`[vocab] float32` after the row's first `num` tokens: a wrapping sum of one word per position."""
         tokens = self._read(row, num)
         places = hash64(np.arange(num, dtype=np.uint64))
         state = hash64(np.bitwise_xor(places, hash64(tokens))).sum(dtype=np.uint64)

@@ -1,0 +1,291 @@
+"""The core: one thread that owns scheduler, cache and backend, and runs plan, run, absorb while anything is open.
+
+Knows token ids only. Everyone else holds an end of its inbox; what it has to say goes out in one call per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from firstlight.backend.base import Backend
+from firstlight.cache import CacheStats, KVCache
+from firstlight.config import EngineConfig
+from firstlight.engine.warmup import warm_up
+from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
+from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, SchedulerStats, StepTimeModel
+from firstlight.types import CoreRequest, FinishReason, TokenEvent
+
+__all__ = ["CoreStats", "EngineCore", "StepRecord"]
+
+log = logging.getLogger(__name__)
+
+NUM_STEP_RECORDS = 2048
+CLOSING_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step as it went. Times in seconds; `start_s` on the core's monotonic clock."""
+
+    step_id: int
+    start_s: float
+    rows: int
+    tokens: int
+    attended: int
+    predicted_s: float
+    plan_s: float
+    run_s: float
+    absorb_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreStats:
+    """Gauges and counters as of now. Each number is exact; together they may straddle a step."""
+
+    waiting: int
+    running: int
+    unused_slots: int
+    """Token slots in held blocks that hold nothing yet (fragmentation)."""
+    last_progress_s: float
+    """When the last step ended, on the core's monotonic clock; 0 before the first."""
+    failed: str | None
+    cache: CacheStats
+    scheduler: SchedulerStats
+
+
+class EngineCore:
+    """Owns a backend from `start` to `stop`.
+
+    Args:
+        on_events: called on the core's thread, once per step and once per batch of aborts, with every event of it.
+            It must return at once and not raise.
+        clock: monotonic seconds; `CoreRequest.arrival_s` is on it.
+        drafter: proposes draft tokens; none by default.
+
+    Threads: everything public may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        on_events: Callable[[list[TokenEvent]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
+    ) -> None:
+        info = backend.info
+        self.failed: str | None = None
+        self.step_records: deque[StepRecord] = deque(maxlen=NUM_STEP_RECORDS)
+        self.step_time = StepTimeModel()
+        self.limits = SchedulerLimits.of(info, config)
+        cache = KVCache(info.num_blocks, info.block_size, info.fingerprint, prefix_cache=config.prefix_cache)
+        self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
+        self._backend = backend
+        self._on_events = on_events
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._intake_lock = threading.Lock()
+        self._open_ids: set[str] = set()
+        self._num_in_inbox = 0
+        self._is_draining = False
+        self._is_stopping = False
+        self._idle_waiters: list[Future[None]] = []
+        self._last_progress_s = 0.0
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and output, one request can reach: bounded by context and by KV memory."""
+        return self._scheduler.capacity_tokens
+
+    @property
+    def is_running(self) -> bool:
+        """Between `start` and `stop`."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, *, warm: bool = True) -> None:
+        """Warms up in the caller's thread, which also teaches the step-time model this machine, then starts the thread.
+
+        Raises:
+            BackendError: a warm-up step failed.
+        """
+        assert self._thread is None, "started twice"
+        if warm:
+            warm_up(self._backend, self.limits, self.step_time, self._clock)
+        self._thread = threading.Thread(target=self._serve, name="firstlight-core", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[CoreRequest]) -> None:
+        """Queues all of the requests or none.
+
+        Raises:
+            RequestError: one could never be served, or its id is open.
+            OverloadedError: the queue is full, or the core is draining (status 503).
+            BackendError: the core has failed.
+        """
+        for request in requests:
+            self._scheduler.validate(request)
+        with self._intake_lock:
+            if self.failed is not None:
+                raise BackendError(f"the engine has failed: {self.failed}")
+            if self._is_draining:
+                raise OverloadedError("the engine is shutting down", retry_after_s=CLOSING_RETRY_S, status=503)
+            num_waiting = self._scheduler.num_waiting + self._num_in_inbox
+            self._scheduler.refuse_if_full(num_waiting + len(requests) - 1)
+            ids = [request.request_id for request in requests]
+            if not self._open_ids.isdisjoint(ids) or len(set(ids)) < len(ids):
+                raise RequestError(f"request id {ids[0]!r} is in use: send another", param="request_id")
+            self._open_ids.update(ids)
+            self._num_in_inbox += len(requests)
+        self._inbox.put(lambda: self._take(requests))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends the requests before the next step; each that is still open gets its last event with finish "abort"."""
+        self._inbox.put(lambda: self._abort(request_ids))
+
+    def stats(self) -> CoreStats:
+        """What is going on, without waiting for the core."""
+        return CoreStats(
+            waiting=self._scheduler.num_waiting + self._num_in_inbox,
+            running=self._scheduler.num_running,
+            unused_slots=self._scheduler.unused_slots(),
+            last_progress_s=self._last_progress_s,
+            failed=self.failed,
+            cache=self._scheduler.cache.stats(),
+            scheduler=self._scheduler.stats.copy(),
+        )
+
+    def check(self) -> Future[None]:
+        """Audits scheduler and cache between two steps; the future carries an AssertionError saying what is broken."""
+        done: Future[None] = Future()
+
+        def audit() -> None:
+            try:
+                self._scheduler.check()
+            except AssertionError as error:
+                done.set_exception(error)
+            else:
+                _resolve(done)
+
+        self._inbox.put(audit)
+        return done
+
+    def drain(self) -> Future[None]:
+        """Refuses new requests from now on; the future is done when the last open one has ended."""
+        with self._intake_lock:
+            self._is_draining = True
+        done: Future[None] = Future()
+        self._inbox.put(lambda: self._idle_waiters.append(done))
+        return done
+
+    def stop(self) -> None:
+        """Aborts what is open, ends the thread, closes the backend. Blocks for the running step. Idempotent."""
+        with self._intake_lock:
+            self._is_draining = True
+        if self._thread is not None:
+            self._inbox.put(self._stop)
+            self._thread.join()
+            self._thread = None
+        self._backend.close()
+
+    # -- the core's thread ----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Takes what is in the inbox, runs a step, again; sleeps in the inbox while nothing is open."""
+        while not self._is_stopping:
+            if not self._scheduler.has_work:
+                while self._idle_waiters:
+                    _resolve(self._idle_waiters.pop())
+                if self._inbox.empty():
+                    self._inbox.get()()
+            while not self._inbox.empty():  # this thread is the only one that takes
+                self._inbox.get_nowait()()
+            try:
+                self._step()
+            except Exception as error:  # the one boundary: whatever failed, every open request gets its end
+                self._fail(error)
+
+    def _step(self) -> None:
+        """One plan, run, absorb; nothing when no request is open."""
+        start_s = self._clock()
+        plan = self._scheduler.plan()
+        if plan is None:
+            return
+        load = self._scheduler.planned_load
+        predicted_s = self.step_time.predict_s(load)
+        planned_s = self._clock()
+        result = self._backend.run(plan)
+        ran_s = self._clock()
+        events = self._scheduler.absorb(result)
+        self._last_progress_s = self._clock()
+        self.step_records.append(
+            StepRecord(
+                step_id=plan.step_id,
+                start_s=start_s,
+                rows=load.rows,
+                tokens=load.tokens,
+                attended=load.attended,
+                predicted_s=predicted_s,
+                plan_s=planned_s - start_s,
+                run_s=result.run_s,
+                absorb_s=self._last_progress_s - ran_s,
+            )
+        )
+        if events:
+            self._emit(events)
+
+    def _take(self, requests: Sequence[CoreRequest]) -> None:
+        refused = []
+        for request in requests:
+            try:
+                if self.failed is not None:
+                    raise BackendError(f"the engine has failed: {self.failed}")
+                self._scheduler.add(request)
+            except FirstlightError as error:
+                event = TokenEvent(
+                    request_id=request.request_id, token_ids=[], finish=FinishReason.ERROR, error=error.message
+                )
+                refused.append(event)
+        with self._intake_lock:
+            self._num_in_inbox -= len(requests)
+        if refused:
+            self._emit(refused)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        events = [event for id in request_ids if (event := self._scheduler.abort(id)) is not None]
+        if events:
+            self._emit(events)
+
+    def _stop(self) -> None:
+        self._abort(sorted(self._open_ids))
+        self._is_stopping = True
+
+    def _fail(self, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"
+        log.error("core_failed error=%r step=%d", message, self._scheduler.stats.steps, exc_info=error)
+        with self._intake_lock:
+            self.failed = message
+        self._emit(self._scheduler.fail_all(message))
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        ended = [event.request_id for event in events if event.finish is not None]
+        if ended:
+            with self._intake_lock:
+                self._open_ids.difference_update(ended)
+        self._on_events(events)
+
+
+def _resolve(future: Future[None]) -> None:
+    """Marks it done, unless whoever waited for it has given up."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

@@ -1,0 +1,220 @@
+"""One `generate` call while it runs: core events in, decoded deltas out. Knows text and streams, not the core.
+
+Whatever nobody takes is merged as ids and decoded in one go when it is taken, so a slow reader costs no work and
+holds one pending delta per choice. Choices with stop strings decode at once, because a stop has to reach the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from firstlight.text.pipeline import TextPipeline
+from firstlight.types import FinishReason, OutputDelta, SamplingParams, TokenEvent, TokenLogprob, Usage
+
+__all__ = ["Choice", "Completion", "Generation", "collect"]
+
+
+class Mailbox:
+    """Which choices have something to take; shared by one call's choices and its reader, on one loop."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Choice] = deque()
+        self.wake = asyncio.Event()
+
+
+class Choice:
+    """One of a call's `n` sequences. Written by the loop's thread alone."""
+
+    def __init__(
+        self,
+        index: int,
+        core_id: str,
+        params: SamplingParams,
+        pipeline: TextPipeline,
+        num_prompt: int,
+        mailbox: Mailbox,
+    ) -> None:
+        self.index = index
+        self.core_id = core_id
+        self.has_ended = False
+        """Its finish is known; nothing more is taken from the core."""
+        self.was_taken = False
+        self._params = params
+        self._pipeline = pipeline
+        self._num_prompt = num_prompt
+        self._mailbox = mailbox
+        self._num_output = 0
+        self._cached_tokens = 0
+        self._undecoded: list[int] = []
+        self._core_finish: FinishReason | None = None
+        self._error: str | None = None
+        self._clear_pending()
+
+    def _clear_pending(self) -> None:
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._logits: list[Any] = []
+        self._finish: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+
+    def deliver(self, event: TokenEvent) -> bool:
+        """Adds one event of the core. Returns: whether a stop string ended the choice, which the core must be told."""
+        if not self._has_pending():
+            self._mailbox.ready.append(self)
+        self._mailbox.wake.set()
+        self._undecoded += event.token_ids
+        self._logprobs += event.logprobs or []
+        if event.logits is not None:
+            self._logits.append(event.logits)
+        self._core_finish, self._error = event.finish, event.error
+        self._cached_tokens = event.cached_tokens
+        if self._params.stop:
+            self._decode()
+        else:
+            self.has_ended = event.finish is not None
+        return self.has_ended and event.finish is None
+
+    def take(self) -> OutputDelta:
+        """Everything pending as one delta."""
+        self._decode()
+        finish, num = self._finish, len(self._ids)
+        delta = OutputDelta(
+            choice=self.index,
+            text="".join(self._text),
+            token_ids=self._ids,
+            logprobs=self._logprobs[:num] if self._params.logprobs is not None else None,
+            logits=np.concatenate(self._logits)[:num] if self._logits else None,
+            finish=finish,
+            stop_reason=self._stop_reason,
+            error=self._error,
+            usage=self._usage() if finish is not None else None,
+        )
+        self.was_taken = finish is not None
+        self._clear_pending()
+        return delta
+
+    def _has_pending(self) -> bool:
+        return bool(self._ids or self._undecoded or self._finish or self._core_finish)
+
+    def _decode(self) -> None:
+        """Moves undecoded ids through the text pipeline; cuts at a stop string, closes the text at the end."""
+        if self._finish is not None:
+            return
+        ids, self._undecoded = self._undecoded, []
+        ended_by_id = self._core_finish is FinishReason.STOP
+        hidden = 1 if ended_by_id and not self._params.include_stop_str_in_output else 0
+        step = self._pipeline.push(ids[: len(ids) - hidden])
+        self._text.append(step.text)
+        stop = step.stop
+        if stop is None and self._core_finish is not None:
+            tail = self._pipeline.finish()
+            self._text.append(tail.text)
+            stop = tail.stop
+        elif stop is not None:
+            ids = ids[: step.num_ids]
+        self._ids += ids
+        self._num_output += len(ids)
+        if stop is not None:
+            self._finish, self._stop_reason, self._error = FinishReason.STOP, stop, None
+        elif self._core_finish is not None:
+            self._finish = self._core_finish
+            if ended_by_id and ids[-1] in self._params.stop_token_ids:
+                self._stop_reason = ids[-1]
+        self.has_ended = self._finish is not None
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt, completion_tokens=self._num_output, cached_tokens=self._cached_tokens
+        )
+
+
+class Generation(AsyncIterator[OutputDelta]):
+    """One running `generate` call: iterate it for deltas; `aclose` (or dropping it) aborts what is still open.
+
+    Deltas that nobody takes are merged, so a slow reader holds at most one pending delta per choice.
+    The last delta of each of the `n` choices has `finish` and `usage` set; iteration ends after the last of them.
+    A cancelled `__anext__` aborts too.
+    """
+
+    def __init__(
+        self, request_id: str, choices: list[Choice], mailbox: Mailbox, abort: Callable[[Sequence[Choice]], None]
+    ) -> None:
+        self.request_id = request_id
+        self._choices = choices
+        self._mailbox = mailbox
+        self._abort = abort
+        self._num_open = len(choices)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self._num_open == 0:
+            raise StopAsyncIteration
+        box = self._mailbox
+        try:
+            while not box.ready:
+                box.wake.clear()
+                await box.wake.wait()
+        except BaseException:
+            self._close()
+            raise
+        delta = box.ready.popleft().take()
+        if delta.finish is not None:
+            self._num_open -= 1
+        return delta
+
+    async def aclose(self) -> None:
+        """Aborts every choice that has not ended. Idempotent."""
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._num_open = 0
+        left = [choice for choice in self._choices if not choice.has_ended]
+        self._choices = []
+        if left:
+            self._abort(left)
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """One whole answer. `logits` is `[len(token_ids), vocab] float32` where asked for."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    logits: Any = None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    usage: Usage | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Appends one piece of the same choice."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.logits is not None:
+            self.logits = delta.logits if self.logits is None else np.concatenate([self.logits, delta.logits])
+        self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
+        self.usage = delta.usage
+
+
+async def collect(generation: Generation, num_choices: int) -> list[Completion]:
+    """Reads a call to its end; its choices in order."""
+    completions = [Completion(choice=i) for i in range(num_choices)]
+    async for delta in generation:
+        completions[delta.choice].add(delta)
+    return completions
