@@ -1,1 +1,1 @@
-"""Text to ids and back: tokenizer, chat template, incremental detokenizer, stop strings, checks of sampling parameters."""
+"""Text to token ids and back: tokenizer, chat template, detokenizer, stop strings, checks of sampling parameters."""

@@ -32,7 +32,7 @@ class IncrementalDetokenizer:
         return self._out(self._decoder.decode(self._tokenizer.bytes_of(ids, skip_special=self._skip_special)))
 
     def finish(self) -> str:
-        """What is still held: U+FFFD for a code point that never completed, else nothing. Mutates: closes the decoder."""
+        """What is still held: U+FFFD for a code point that never completed, else nothing."""
         return self._out(self._decoder.decode(b"", final=True))
 
     def fork(self) -> IncrementalDetokenizer:

@@ -59,7 +59,7 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Vocabulary
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"`tokenizer.ggml.model` is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece BPE)",
+            f"`tokenizer.ggml.model` is {kind!r}; supported: 'gpt2' (byte-level BPE), 'llama' (sentencepiece BPE)",
             param="tokenizer.ggml.model",
         )
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
@@ -151,7 +151,7 @@ def _bpe(ids: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> 
 
 
 def _merges_of_scores(mergeable: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges that reproduce sentencepiece's rule: of all neighbours that make a piece, join the pair with the best score.
+    """Merges that reproduce sentencepiece's rule: of all neighbours that make a piece, join the best-scored pair.
 
     Each way to cut a piece in two pieces is a merge; its rank is the score of the piece it makes.
     """
@@ -170,8 +170,8 @@ def _marked(
 ) -> dict[str, MarkedToken]:
     """Tokens found by spelling: control tokens, and user-defined ones.
 
-    A user-defined token that ends a sequence, or is spelled like one that steers the model, counts as control: files mark
-    some of these as user-defined (phi-3's `</s>`), and a user must not be able to type them.
+    A user-defined token that ends a sequence, or is spelled like one that steers the model, counts as control: files
+    mark some of these as user-defined (phi-3's `</s>`), and a user must not be able to type them.
     """
     eats_right = metadata.get("general.architecture") == "phi3"
     marked: dict[str, MarkedToken] = {}

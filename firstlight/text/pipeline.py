@@ -15,8 +15,8 @@ __all__ = ["TextPipeline", "TextStep"]
 class TextStep(NamedTuple):
     """What one push gave.
 
-    `num_ids` is how many of the pushed ids belong to the answer: all of them, or up to and including the one that completed
-    the stop string `stop`.
+    `num_ids` is how many of the pushed ids belong to the answer: all of them, or up to and including the one that
+    completed the stop string `stop`.
     """
 
     text: str

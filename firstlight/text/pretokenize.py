@@ -1,9 +1,10 @@
 """The pre-tokenizer of each byte-level BPE family: how text is cut into words before merges apply.
 
-Knows names from `tokenizer.ggml.pre` and regular expressions, not vocabularies. A family is a list of expressions applied one
-after another; each cuts what the one before it left, and what it does not match stays a piece of its own.
+Knows names from `tokenizer.ggml.pre` and regular expressions, not vocabularies. A family is a list of expressions
+applied one after another; each cuts what the one before it left, and what it does not match stays a piece of its own.
 
-Source: the `pre_tokenizer` section of the published tokenizer.json of each family, and the names llama.cpp gives them in GGUF.
+Source: the `pre_tokenizer` section of the published tokenizer.json of each family, and the names llama.cpp gives them
+in GGUF.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def byte_level(name: str) -> pre_tokenizers.PreTokenizer:
     """The pre-tokenizer of family `name`: its expressions in order, then bytes written as the 256 printable characters.
 
     Raises:
-        ModelError: the name is not known. There is no fallback: a wrong split gives ids that look right and answer badly.
+        ModelError: the name is not known. There is no fallback: a wrong split gives ids that look right and answer
+        badly.
     """
     expressions = _FAMILIES.get(name)
     if expressions is None:

@@ -10,7 +10,7 @@ __all__ = ["StopMatcher"]
 
 
 class _Node:
-    """A prefix of one or more stop strings: its length, where each next character leads, and the longest stop it ends with."""
+    """A prefix of stop strings: its length, where each next character leads, and the longest stop it ends with."""
 
     __slots__ = ("children", "fallback", "length", "stop")
 
@@ -25,10 +25,11 @@ class StopMatcher:
     """Passes text through until a stop string is complete, holding back no more than could still become one.
 
     The stop that is completed first ends the text; of several that end at the same character the longest, which began
-    first, is taken. So the answer never depends on how the text was cut into pushes. One writer: the stream that owns it.
+    first, is taken. So the answer never depends on how the text was cut into pushes. One writer: the stream that owns
+    it.
 
-    Cost: linear in the text (Aho-Corasick), whatever the number of stops; text without a stop's first character is skipped
-    over by a compiled search.
+    Cost: linear in the text (Aho-Corasick), whatever the number of stops; text without a stop's first character is
+    skipped over by a compiled search.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -76,7 +77,7 @@ class StopMatcher:
         return held
 
     def _scan(self, text: str) -> int:
-        """Moves through `text` to the end of the first stop or of the text; returns the place. Mutates: node, matched."""
+        """Moves through `text` to the end of the first stop or of the text, and gives the place."""
         assert self._begins is not None
         node, root, place, length = self._node, self._root, 0, len(text)
         while place < length:

@@ -1,7 +1,8 @@
 """Text to token ids and back, for a GGUF file's metadata or a Hugging Face folder, over the Rust `tokenizers` library.
 
-Knows text and ids, not messages: chat templates are `firstlight.text.template`. The library only cuts and merges; special tokens
-and decoding are done here, so that who may write a special token is decided in one place and bytes are never guessed.
+Knows text and ids, not messages: chat templates are `firstlight.text.template`. The library only cuts and merges;
+special tokens and decoding are done here, so that who may write a special token is decided in one place and bytes are
+never guessed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Tokenizer:
     """Turns text into ids and ids into text. Immutable after construction, so threads may share one.
 
     Special tokens written by a user stay text: `encode` cuts control tokens only with `parse_special`, and
-    `encode_rendered` only where the chat template itself wrote them. User-defined tokens are text with an id of their own
-    and are always cut, as the model saw them in training.
+    `encode_rendered` only where the chat template itself wrote them. User-defined tokens are text with an id of their
+    own and are always cut, as the model saw them in training.
     """
 
     def __init__(self, encoder: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
@@ -134,8 +135,8 @@ class Tokenizer:
         """Token ids of a rendered chat prompt; only control tokens that the template wrote become their ids.
 
         Text is cut nowhere else, so merges across the border between template and message are the same as in
-        `encode(prompt.text, parse_special=True)` whenever no message spells a control token. BOS is written if the model
-        wants one and the template has not.
+        `encode(prompt.text, parse_special=True)` whenever no message spells a control token. BOS is written if the
+        model wants one and the template has not.
         """
         return self._encode(prompt.text, prompt.guarded, add_special=True)
 

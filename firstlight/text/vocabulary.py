@@ -58,8 +58,9 @@ class SpacePrefix(Enum):
 class MarkedToken:
     """A token that is found in text by its spelling, before anything else is cut.
 
-    A control token steers the model (turn markers, BOS) and must never come from a user's text; the others (user-defined)
-    are ordinary text that happens to have one id. `eats_left` and `eats_right` swallow the whitespace beside the token.
+    A control token steers the model (turn markers, BOS) and must never come from a user's text; the others
+    (user-defined) are ordinary text that happens to have one id. `eats_left` and `eats_right` swallow the whitespace
+    beside the token.
     """
 
     token_id: int
@@ -73,8 +74,8 @@ class MarkedToken:
 class Vocabulary:
     """Everything about a tokenizer but the merges.
 
-    `pieces[i]` is what id i adds to the output, as bytes. `strips_space`: the first space of a whole decoded text is the
-    tokenizer's own. `skips_prefix_before_space`: no space is added before text that begins with one.
+    `pieces[i]` is what id i adds to the output, as bytes. `strips_space`: the first space of a whole decoded text is
+    the tokenizer's own. `skips_prefix_before_space`: no space is added before text that begins with one.
     """
 
     pieces: list[bytes]
@@ -102,7 +103,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 def bytes_of_byte_level(tokens: Iterable[str], verbatim_ids: frozenset[int]) -> list[bytes]:
-    """The bytes of each byte-level token; those in `verbatim_ids`, and any spelled outside the byte alphabet, are UTF-8."""
+    """The bytes of each byte-level token; `verbatim_ids`, and what is not spelled in the byte alphabet, are UTF-8."""
     table = _byte_alphabet()
     pieces: list[bytes] = []
     for token_id, token in enumerate(tokens):
