@@ -98,6 +98,7 @@ class EngineCore:
         self._num_in_inbox = 0
         self._is_draining = False
         self._is_stopping = False
+        self._has_ended = False
         self._idle_waiters: list[Future[None]] = []
         self._last_progress_s = 0.0
 
@@ -151,7 +152,7 @@ class EngineCore:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends the requests before the next step; each that is still open gets its last event with finish "abort"."""
-        self._inbox.put(lambda: self._abort(request_ids))
+        self._inbox.put(lambda: self._abort(request_ids))  # no lock: a finaliser may call this on any thread
 
     def stats(self) -> CoreStats:
         """What is going on, without waiting for the core."""
@@ -177,7 +178,7 @@ class EngineCore:
             else:
                 _resolve(done)
 
-        self._inbox.put(audit)
+        self._post(audit)
         return done
 
     def drain(self) -> Future[None]:
@@ -185,18 +186,29 @@ class EngineCore:
         with self._intake_lock:
             self._is_draining = True
         done: Future[None] = Future()
-        self._inbox.put(lambda: self._idle_waiters.append(done))
+        self._post(lambda: self._idle_waiters.append(done))
         return done
 
     def stop(self) -> None:
         """Aborts what is open, ends the thread, closes the backend. Blocks for the running step. Idempotent."""
         with self._intake_lock:
             self._is_draining = True
-        if self._thread is not None:
+        thread = self._thread
+        if thread is not None:
             self._inbox.put(self._stop)
-            self._thread.join()
-            self._thread = None
+            thread.join()
+        else:
+            self._end_service()
         self._backend.close()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Has the core's thread run it; runs it here when that thread has ended."""
+        with self._intake_lock:
+            if not self._has_ended:
+                self._inbox.put(command)
+                return
+        command()
+        self._resolve_idle()
 
     # -- the core's thread ----------------------------------------------------------------------------------------
 
@@ -204,8 +216,7 @@ class EngineCore:
         """Takes what is in the inbox, runs a step, again; sleeps in the inbox while nothing is open."""
         while not self._is_stopping:
             if not self._scheduler.has_work:
-                while self._idle_waiters:
-                    _resolve(self._idle_waiters.pop())
+                self._resolve_idle()
                 if self._inbox.empty():
                     self._inbox.get()()
             while not self._inbox.empty():  # this thread is the only one that takes
@@ -214,6 +225,20 @@ class EngineCore:
                 self._step()
             except Exception as error:  # the one boundary: whatever failed, every open request gets its end
                 self._fail(error)
+
+        self._end_service()
+
+    def _end_service(self) -> None:
+        """Runs what is left in the inbox, so that nobody waits for an answer that never comes."""
+        with self._intake_lock:
+            self._has_ended = True
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        self._resolve_idle()
+
+    def _resolve_idle(self) -> None:
+        while self._idle_waiters:
+            _resolve(self._idle_waiters.pop())
 
     def _step(self) -> None:
         """One plan, run, absorb; nothing when no request is open."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from firstlight.config import EngineConfig
 from firstlight.engine.core import CoreStats
@@ -134,9 +134,9 @@ class Engine:
 
     async def _begin(self, prompt: Prompt | Messages, params: SamplingParams, options: dict[str, Any]) -> Generation:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            ids = await self._engine.encode_chat(prompt)  # type: ignore[arg-type]
+            ids = await self._engine.encode_chat(prompt)
         else:
-            ids = await self._engine.encode_prompt(prompt)
+            ids = await self._engine.encode_prompt(cast(Prompt, prompt))
         return self._engine.generate(f"local-{next(self._serial)}", ids, params, **options)
 
     async def _answer_all(

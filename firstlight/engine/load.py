@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from firstlight.backend.base import Backend
 from firstlight.config import EngineConfig
+from firstlight.errors import ConfigError, ModelError
 from firstlight.text.template import ChatTemplate
 from firstlight.text.tokenizer import Tokenizer
 
@@ -20,11 +21,6 @@ class EngineParts:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     model_name: str
-    num_parameters: int = 0
-    """For the start-up screen, as the next two; 0 and "" where there is no such thing."""
-    file_bytes: int = 0
-    kernels: str = ""
-    """The instruction set that the backend's kernels use."""
 
 
 def load_parts(config: EngineConfig) -> EngineParts:
@@ -33,6 +29,37 @@ def load_parts(config: EngineConfig) -> EngineParts:
     Raises:
         ConfigError: an option or the model cannot be used.
     """
-    from firstlight.engine.fake import fake_parts
+    if config.backend == "fake":
+        from firstlight.engine.fake import fake_parts
 
-    return fake_parts(config)
+        return fake_parts(config)
+    if config.backend == "cpu":
+        return _cpu_parts(config)
+    raise ConfigError(f"`backend` is {config.backend!r}: use cpu or fake", param="backend")
+
+
+def _cpu_parts(config: EngineConfig) -> EngineParts:
+    from firstlight.backend.cpu import CpuBackend
+    from firstlight.models.store import resolve
+    from firstlight.models.weights import load_model
+
+    model = load_model(resolve(config.model))
+    source = model.tokenizer
+    is_gguf = source.kind == "gguf"
+    tokenizer = Tokenizer.from_gguf(source.metadata) if is_gguf else Tokenizer.from_folder(source.path)
+    return EngineParts(
+        backend=CpuBackend(model, config),
+        tokenizer=tokenizer,
+        chat_template=_chat_template(tokenizer, model.chat_template),
+        model_name=model.name,
+    )
+
+
+def _chat_template(tokenizer: Tokenizer, source: str | None) -> ChatTemplate | None:
+    """The model's template; None for a model that has none. Raises ModelError for one that is broken."""
+    try:
+        return ChatTemplate.of(tokenizer, source)
+    except ModelError:
+        if source is None and tokenizer.chat_template is None:
+            return None
+        raise
