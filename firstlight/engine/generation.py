@@ -63,6 +63,7 @@ class Choice:
         self._logits: list[Any] = []
         self._finish: FinishReason | None = None
         self._stop_reason: str | int | None = None
+        self._first_scheduled_s: float | None = None
 
     def deliver(self, event: TokenEvent) -> bool:
         """Adds one event of the core. Returns: whether a stop string ended the choice, which the core must be told."""
@@ -75,6 +76,7 @@ class Choice:
             self._logits.append(event.logits)
         self._core_finish, self._error = event.finish, event.error
         self._cached_tokens = event.cached_tokens
+        self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
         if self._params.stop:
             self._decode()
         else:
@@ -95,6 +97,7 @@ class Choice:
             stop_reason=self._stop_reason,
             error=self._error,
             usage=self._usage() if finish is not None else None,
+            first_scheduled_s=self._first_scheduled_s,
         )
         self.was_taken = finish is not None
         self._clear_pending()
