@@ -33,7 +33,7 @@ help: ## this list
 	@echo "firstlight: make TARGET [NAME=value ...]"
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
 
-serve: pull ## install, fetch the model and serve it (HOST=127.0.0.1 PORT=8000 MODEL=smollm2-135m ARGS="--threads 2")
+serve: $(INSTALLED) ## install, fetch the model and serve it (HOST=127.0.0.1 PORT=8000 MODEL=smollm2-135m ARGS="--threads 2")
 	@exec $(BIN)/firstlight serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
 
 pull: $(INSTALLED) ## fetch the model (MODEL=smollm2-135m)
@@ -56,7 +56,7 @@ format: $(DEV) ## rewrite the sources as lint wants them
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CSRC)
 
-bench: pull ## a short load against a server of its own (ARGS="--json result.json")
+bench: $(INSTALLED) ## a short load against a server of its own (ARGS="--json result.json")
 	@$(BIN)/firstlight bench --model "$(MODEL)" $(ARGS)
 
 oracle: $(DEV) ## add torch, which some tests use as a second opinion and skip without

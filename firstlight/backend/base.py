@@ -27,6 +27,8 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes
     layouts: dict[str, int] = {}
     """Bytes of weights per layout, for the start-up screen."""
+    kernels: str = ""
+    """The instruction set that its kernels use, for the start-up screen; "" where there is no choice of them."""
 
 
 class Backend(Protocol):

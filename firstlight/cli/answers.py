@@ -135,8 +135,11 @@ async def open_source(chat: ChatConfig, engine_config: EngineConfig) -> AsyncIte
         endpoint = Endpoint.parse(chat.url, chat.api_key)
         yield RemoteSource(endpoint, await served_model(endpoint), chat)
         return
+    from firstlight.cli.download import fetch_if_missing
     from firstlight.engine.frontend import AsyncEngine
 
+    if engine_config.backend != "fake":
+        fetch_if_missing(engine_config.model)
     engine = AsyncEngine(engine_config)
     await engine.start()
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from firstlight.cli.arguments import Invocation
 from firstlight.cli.console import bold, note
+from firstlight.cli.download import fetch_if_missing
 from firstlight.cli.startup import StartupFacts, render_startup
 from firstlight.cli.version import package_version
 from firstlight.config import EngineConfig, ServerConfig
@@ -34,6 +35,8 @@ class _TimedLoad:
 def run(invocation: Invocation) -> int:
     """Serves until it is told to stop; 0 after an orderly stop."""
     engine_config, server_config = invocation.config(EngineConfig), invocation.config(ServerConfig)
+    if engine_config.backend != "fake":
+        fetch_if_missing(engine_config.model)
     load = _TimedLoad(time.perf_counter())
 
     def announce(engine: AsyncEngine, url: str) -> None:
@@ -53,7 +56,6 @@ def _facts(engine: AsyncEngine, url: str, load: _TimedLoad, config: ServerConfig
         backend=engine.info.backend,
         num_parameters=parts.num_parameters,
         file_bytes=parts.file_bytes,
-        kernels=parts.kernels,
         url=url,
         load_s=load.end_s - load.begin_s,
         warm_up_s=time.perf_counter() - load.end_s,

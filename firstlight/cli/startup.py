@@ -26,8 +26,6 @@ class StartupFacts:
     """0: not known."""
     file_bytes: int
     """0: not from a file."""
-    kernels: str
-    """The instruction set of the kernels, "" where the backend has none."""
     url: str
     load_s: float
     warm_up_s: float
@@ -84,7 +82,8 @@ def _weights(backend: BackendInfo) -> str:
 def _compute(facts: StartupFacts) -> str:
     threads = f"{facts.backend.num_threads} thread{'s' if facts.backend.num_threads != 1 else ''}"
     return ", ".join(
-        [f"{facts.backend.name} backend", threads] + ([f"{facts.kernels} kernels"] if facts.kernels else [])
+        [f"{facts.backend.name} backend", threads]
+        + ([f"{facts.backend.kernels} kernels"] if facts.backend.kernels else [])
     )
 
 

@@ -21,6 +21,9 @@ class EngineParts:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     model_name: str
+    num_parameters: int = 0
+    """For the start-up screen, as the next; 0 where there are no weights."""
+    file_bytes: int = 0
 
 
 def load_parts(config: EngineConfig) -> EngineParts:
@@ -40,10 +43,10 @@ def load_parts(config: EngineConfig) -> EngineParts:
 
 def _cpu_parts(config: EngineConfig) -> EngineParts:
     from firstlight.backend.cpu import CpuBackend
-    from firstlight.models.store import resolve
+    from firstlight.models.store import MODELS, resolve_model
     from firstlight.models.weights import load_model
 
-    model = load_model(resolve(config.model))
+    model = load_model(resolve_model(config.model))
     source = model.tokenizer
     is_gguf = source.kind == "gguf"
     tokenizer = Tokenizer.from_gguf(source.metadata) if is_gguf else Tokenizer.from_folder(source.path)
@@ -51,7 +54,9 @@ def _cpu_parts(config: EngineConfig) -> EngineParts:
         backend=CpuBackend(model, config),
         tokenizer=tokenizer,
         chat_template=_chat_template(tokenizer, model.chat_template),
-        model_name=model.name,
+        model_name=config.model if config.model in MODELS else model.name,
+        num_parameters=sum(weight.rows * weight.cols for weight in model.weights.values()),
+        file_bytes=model.file_bytes,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
+import msgspec
+
 from firstlight.backend.base import BackendInfo
 from firstlight.cli.startup import StartupFacts, example_curl, render_startup
 
@@ -22,11 +24,12 @@ def facts(**changes: object) -> StartupFacts:
         weight_bytes=99_000_000,
         num_threads=2,
         fingerprint=b"x",
+        kernels="AVX2",
         layouts={"byte": 9_000_000, "nibble": 90_000_000},
     )
     values = {
         "version": "1.2.3", "model": "tiny", "backend": backend, "num_parameters": 134_515_008,
-        "file_bytes": 98_362_432, "kernels": "AVX2", "url": "http://127.0.0.1:8000", "load_s": 1.26, "warm_up_s": 0.5,
+        "file_bytes": 98_362_432, "url": "http://127.0.0.1:8000", "load_s": 1.26, "warm_up_s": 0.5,
     }  # fmt: skip
     return StartupFacts(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -47,7 +50,8 @@ def test_screen_says_every_number_and_fits_a_terminal() -> None:
 
 
 def test_screen_leaves_out_what_is_not_known() -> None:
-    screen = render_startup(facts(num_parameters=0, file_bytes=0, kernels=""))
+    plain = msgspec.structs.replace(facts().backend, kernels="", layouts={}, weight_bytes=0)
+    screen = render_startup(facts(num_parameters=0, file_bytes=0, backend=plain))
     assert "parameters" not in screen
     assert "file" not in screen
     assert "kernels" not in screen
