@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from firstlight.models.store import find_local
+
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
@@ -20,7 +22,10 @@ def shared_dir() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file; skips where it is neither cached nor named by FIRSTLIGHT_TEST_MODEL."""
+    local = find_local("smollm2-135m")
+    if local:
+        return local
     named = os.environ.get("FIRSTLIGHT_TEST_MODEL")
     if not named or not Path(named).is_file():
-        pytest.skip("the default model is not here: set FIRSTLIGHT_TEST_MODEL")
+        pytest.skip("the default model is not here: run `firstlight pull smollm2-135m` or set FIRSTLIGHT_TEST_MODEL")
     return Path(named)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ModelError
 from firstlight.models.gguf import GGUFFile
-from tests.unit.models import gguf_writer as gw
+from tests.oracle import gguf_writer as gw
 
 METADATA = {
     "general.architecture": "llama",
