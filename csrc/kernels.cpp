@@ -1,0 +1,33 @@
+#include "kernels.h"
+
+#include <cstring>
+
+namespace firstlight {
+namespace {
+
+constexpr Kernels kScalar{"scalar",     scalar::gemm,     scalar::quantise, scalar::rms_norm,     scalar::gated,
+                          scalar::rope, scalar::soft_cap, scalar::write_kv, scalar::attend_split, scalar::merge_split};
+
+#if defined(__x86_64__)
+constexpr Kernels kAvx2{"avx2",     avx2::gemm,     avx2::quantise, avx2::rms_norm,     avx2::gated,
+                        avx2::rope, avx2::soft_cap, avx2::write_kv, avx2::attend_split, avx2::merge_split};
+
+const Kernels* avx2_kernels() {
+  const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return can ? &kAvx2 : nullptr;
+}
+#else
+const Kernels* avx2_kernels() { return nullptr; }
+#endif
+
+}  // namespace
+
+const Kernels* find_kernels(const char* name) {
+  if (std::strcmp(name, "scalar") == 0) return &kScalar;
+  if (std::strcmp(name, "avx2") == 0) return avx2_kernels();
+  if (std::strcmp(name, "auto") != 0) return nullptr;
+  const Kernels* best = avx2_kernels();
+  return best ? best : &kScalar;
+}
+
+}  // namespace firstlight

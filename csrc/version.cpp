@@ -1,4 +1,0 @@
-// Identifies the build of the native core.
-namespace firstlight {
-int abi_version() { return 1; }
-}  // namespace firstlight

@@ -1,0 +1,445 @@
+"""A loaded model on the CPU: builds the native program once, then turns each StepPlan into one native call.
+
+Knows plans, arrays and KV blocks; not requests, text or scheduling.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from firstlight.backend.base import BackendInfo
+from firstlight.backend.cpu import _native
+from firstlight.backend.cpu.lower import LinearPhase, Phase, lower
+from firstlight.config import EngineConfig
+from firstlight.errors import BackendError, ConfigError
+from firstlight.models.layouts import PackedWeight, QuantCodes
+from firstlight.models.program import (
+    Add,
+    Attention,
+    Embed,
+    GatedAct,
+    GatherRows,
+    Norm,
+    Program,
+    RopeKV,
+    SoftCap,
+)
+from firstlight.models.weights import LoadedModel
+from firstlight.types import RowResult, RowSampling, StepPlan, StepResult, StepRow, TokenLogprob
+
+__all__ = ["CpuBackend", "native_pack", "num_cores"]
+
+DEFAULT_CONTEXTS = 4
+"""Full contexts that the default KV memory holds."""
+MAX_MEMORY_SHARE = 0.25
+"""Of the memory free at start, what the default KV memory may take at most."""
+SAMPLES_PER_ROW = 2
+"""Sampled positions set aside per row of a step: drafts need more than one."""
+
+
+def num_cores() -> int:
+    """Physical cores this process may run on: siblings of one core count once. Source: /sys/devices/system/cpu."""
+    allowed = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(path.read_text().strip())
+        except OSError:
+            return len(allowed)
+    return max(1, len(cores))
+
+
+def native_pack(matrix: QuantCodes | npt.NDArray[np.generic], out: PackedWeight) -> None:
+    """Fills the zeroed `out.data` from a matrix: the fast twin of the packer in models/pack.py, byte for byte."""
+    if isinstance(matrix, QuantCodes):
+        codes = np.ascontiguousarray(matrix.codes).view(np.uint8)
+        scales = np.ascontiguousarray(matrix.scales, np.float32)
+        mins = None if matrix.mins is None else np.ascontiguousarray(matrix.mins, np.float32)
+        _native.pack(
+            kind=out.kind,
+            group=out.group,
+            has_min=out.has_min,
+            scale_f32=out.scale_f32,
+            codes=codes,
+            scales=scales,
+            mins=mins,
+            out=out.data,
+        )
+        return
+    values = np.ascontiguousarray(matrix).view(np.uint8).reshape(-1)
+    _native.pack_floats(kind=out.kind, rows=out.rows, cols=out.cols, values=values, out=out.data)
+
+
+class CpuBackend:
+    """One model on the CPU. Not safe for several threads at once; `run` releases the GIL while it computes.
+
+    Args:
+        model: its weights are copied into the runner's own memory. `release` drops each from the model while copying,
+            so that the process never holds them twice.
+        kernels: "auto", "avx2" or "scalar".
+
+    Raises:
+        ConfigError: the options do not fit this machine or this model.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, *, kernels: str = "auto", release: bool = False
+    ) -> None:
+        program = model.program
+        max_model_len = config.max_model_len or program.max_position
+        if max_model_len > program.max_position:
+            raise ConfigError(
+                f"`max_model_len` is {max_model_len} tokens, the model was trained for {program.max_position}",
+                param="max_model_len",
+                hint=f"use --max-model-len {program.max_position} or less",
+            )
+        self._check(program, config)
+        block_bytes = 2 * 2 * program.num_layers * program.num_kv_heads * program.head_dim * config.block_size
+        num_blocks = _num_blocks(config, max_model_len, block_bytes)
+        num_threads = config.threads or num_cores()
+        self._max_samples = min(config.max_step_tokens, SAMPLES_PER_ROW * config.max_step_rows)
+        self._runner = _native.Runner(
+            num_threads=num_threads,
+            max_tokens=config.max_step_tokens,
+            max_samples=self._max_samples,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            num_layers=program.num_layers,
+            num_heads=program.num_heads,
+            num_kv_heads=program.num_kv_heads,
+            head_dim=program.head_dim,
+            max_position=max_model_len,
+            vocab_size=program.vocab_size,
+            kernels=kernels,
+        )
+        layouts: dict[str, int] = {}
+        for weight in model.weights.values():
+            layouts[weight.kind] = layouts.get(weight.kind, 0) + weight.data.nbytes
+        _Builder(self._runner, model, release).build()
+        self.info = BackendInfo(
+            name=f"cpu ({self._runner.kernels})",
+            vocab_size=program.vocab_size,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_step_tokens=config.max_step_tokens,
+            max_step_rows=config.max_step_rows,
+            kv_bytes_per_block=self._runner.kv_bytes_per_block,
+            weight_bytes=self._runner.weight_bytes,
+            num_threads=num_threads,
+            fingerprint=model.fingerprint,
+            layouts=layouts,
+        )
+        self._is_tracing = False
+
+    @staticmethod
+    def _check(program: Program, config: EngineConfig) -> None:
+        if config.block_size < 16 or config.block_size % 16:
+            raise ConfigError(
+                f"`block_size` is {config.block_size} tokens, the CPU kernels need a multiple of 16", param="block_size"
+            )
+        if program.head_dim % 16:
+            raise ConfigError(
+                f"the model's heads have {program.head_dim} dimensions, the CPU kernels need a multiple of 16"
+            )
+
+    def trace_ops(self, on: bool) -> None:
+        """Turns per-op times in StepResult on or off."""
+        self._is_tracing = on
+        self._runner.set_tracing(on)
+
+    @property
+    def solo_steps(self) -> int:
+        """Steps that ran on one thread because another process kept a core busy."""
+        return int(self._runner.solo_runs)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step. Raises BackendError when the plan breaks a limit of `info`."""
+        started = time.perf_counter()
+        for source, destination in plan.copy_blocks:
+            self._runner.copy_block(source, destination)
+        rows = self._run_rows(plan.rows) if plan.rows else []
+        return StepResult(
+            step_id=plan.step_id,
+            rows=rows,
+            run_s=time.perf_counter() - started,
+            op_times_s=dict(self._runner.op_times()) if self._is_tracing else None,
+        )
+
+    def _run_rows(self, rows: list[StepRow]) -> list[RowResult]:
+        arrays = _StepArrays(rows)
+        num_samples = len(arrays.samples)
+        if num_samples > self._max_samples:
+            raise BackendError(
+                f"the step samples {num_samples} positions, the backend has room for {self._max_samples}"
+            )
+        out_tokens = np.empty(num_samples, np.int32)
+        out_logprobs = np.empty(num_samples, np.float32)
+        top_ids = np.empty((num_samples, arrays.num_top), np.int32)
+        top_logprobs = np.empty((num_samples, arrays.num_top), np.float32)
+        wants_logits = any(row.return_logits for row in rows)
+        logits = np.empty((num_samples, self.info.vocab_size), np.float32) if wants_logits else None
+        try:
+            self._runner.run(*arrays.native(), out_tokens, out_logprobs, top_ids, top_logprobs, logits)
+        except ValueError as error:
+            raise BackendError(f"the step plan breaks a limit of the backend: {error}") from error
+        results = []
+        at = 0
+        tokens = out_tokens.tolist()
+        for row in rows:
+            end = at + len(row.sample_at)
+            wanted = row.sampling.logprobs if row.sampling is not None else None
+            logprobs = None
+            if wanted is not None:
+                logprobs = [
+                    TokenLogprob(
+                        tokens[i],
+                        float(out_logprobs[i]),
+                        list(zip(top_ids[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True)),
+                    )
+                    for i in range(at, end)
+                ]
+            results.append(
+                RowResult(
+                    request_id=row.request_id,
+                    token_ids=tokens[at:end],
+                    logprobs=logprobs,
+                    logits=logits[at:end] if logits is not None and row.return_logits else None,
+                )
+            )
+            at = end
+        return results
+
+    def read_blocks(self, block_ids: list[int]) -> bytes:
+        """The KV bytes of the blocks, in order."""
+        size = self.info.kv_bytes_per_block
+        out = np.empty(size * len(block_ids), np.uint8)
+        for i, block in enumerate(block_ids):
+            self._runner.read_block(block, out[i * size : (i + 1) * size])
+        return out.tobytes()
+
+    def write_blocks(self, block_ids: list[int], data: bytes) -> None:
+        """Puts bytes from `read_blocks` into blocks. Raises BackendError on a wrong size."""
+        size = self.info.kv_bytes_per_block
+        if len(data) != size * len(block_ids):
+            raise BackendError(f"{len(block_ids)} blocks need {size * len(block_ids)} bytes, got {len(data)}")
+        view = np.frombuffer(data, np.uint8)
+        for i, block in enumerate(block_ids):
+            self._runner.write_block(block, view[i * size : (i + 1) * size])
+
+    def close(self) -> None:
+        """Frees threads and memory. Idempotent; the backend cannot be used afterwards."""
+        self.__dict__.pop("_runner", None)
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:
+    if config.num_blocks:
+        return config.num_blocks
+    if config.kv_memory_mb:
+        return max(1, config.kv_memory_mb * 1_000_000 // block_bytes)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = DEFAULT_CONTEXTS * -(-max_model_len // config.block_size)
+    return max(1, min(wanted, int(MAX_MEMORY_SHARE * free) // block_bytes))
+
+
+class _StepArrays:
+    """The rows of a plan as flat arrays for the native call."""
+
+    def __init__(self, rows: list[StepRow]) -> None:
+        tokens: list[int] = []
+        positions: list[int] = []
+        tables: list[int] = []
+        native_rows: list[int] = []
+        self.samples: list[int] = []
+        self.floats: list[float] = []
+        self.ints: list[int] = []
+        self.seeds: list[int] = []
+        self.bias_ids: list[int] = []
+        self.bias_values: list[float] = []
+        self.histories: list[int] = []
+        self.num_top = 0
+        for row in rows:
+            first, count = len(tokens), len(row.token_ids)
+            native_rows += (first, count, row.start, len(tables))
+            tokens += row.token_ids
+            positions += range(row.start, row.start + count)
+            tables += row.block_table
+            if row.sample_at:
+                if row.sampling is None:
+                    raise BackendError(f"row `{row.request_id}` samples without sampling parameters")
+                self._add_samples(row, row.sampling, first)
+        self._tokens = np.array(tokens, np.int32)
+        self._positions = np.array(positions, np.int32)
+        self._tables = np.array(tables, np.int32)
+        self._rows = np.array(native_rows, np.int32).reshape(-1, 4)
+
+    def _add_samples(self, row: StepRow, sampling: RowSampling, first: int) -> None:
+        bias_begin, bias_count = len(self.bias_ids), len(sampling.logit_bias)
+        self.bias_ids += sampling.logit_bias.keys()
+        self.bias_values += sampling.logit_bias.values()
+        num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_top = max(self.num_top, num_logprobs)
+        for j, at in enumerate(row.sample_at):
+            history = sampling.history
+            if history and j:  # later positions have also seen the row's tokens up to their own
+                history = history + row.token_ids[row.sample_at[0] + 1 : at + 1]
+            self.samples.append(first + at)
+            self.floats += (
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
+            )
+            self.ints += (
+                first + at,
+                sampling.top_k,
+                sampling.output_index + j,
+                num_logprobs,
+                sampling.num_prompt,
+                bias_begin,
+                bias_count,
+                len(self.histories),
+                len(history),
+            )
+            self.seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
+            self.histories += history
+
+    def native(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """The input arguments of Runner.run, in its order."""
+        return (
+            self._tokens,
+            self._positions,
+            self._rows,
+            self._tables,
+            np.array(self.floats, np.float32).reshape(-1, 6),
+            np.array(self.ints, np.int32).reshape(-1, 9),
+            np.array(self.seeds, np.uint64),
+            np.array(self.bias_ids, np.int32),
+            np.array(self.bias_values, np.float32),
+            np.array(self.histories, np.int32),
+        )
+
+
+class _Builder:
+    """Hands a lowered program with its weights to the native runner."""
+
+    def __init__(self, runner: _native.Runner, model: LoadedModel, release: bool) -> None:
+        self._runner = runner
+        self._model = model
+        self._release = release
+        self._buffers: dict[str, int] = {}
+        self._weights: dict[str, int] = {}
+        self._constants: dict[str, int] = {}
+
+    def build(self) -> None:
+        program = self._model.program
+        phases = lower(program)
+        sampled = _sampled_buffers(program)
+        for name in _used_buffers(phases):
+            self._buffers[name] = self._runner.add_buffer(program.buffers[name], name in sampled)
+        for phase in phases:
+            self._add(phase)
+        self._runner.finish(self._buffers["logits"])
+
+    def _weight(self, name: str) -> int:
+        if name not in self._weights:
+            w = self._model.weights.pop(name) if self._release else self._model.weights[name]
+            self._weights[name] = self._runner.add_weight(
+                w.kind, w.rows, w.cols, w.group, w.has_min, w.scale_f32, w.data
+            )
+        return self._weights[name]
+
+    def _constant(self, name: str) -> int:
+        if name not in self._constants:
+            self._constants[name] = self._runner.add_constant(self._model.constants[name])
+        return self._constants[name]
+
+    def _add(self, phase: Phase) -> None:
+        runner, at = self._runner, self._buffers
+        match phase:
+            case LinearPhase():
+                self._add_linear(phase)
+            case Embed():
+                runner.add_embed(at[phase.out], self._weight(phase.weight), phase.scale)
+            case Norm():
+                runner.add_norm(at[phase.x], at[phase.out], self._constant(phase.weight), phase.eps, phase.group)
+            case RopeKV():
+                runner.add_rope_kv(
+                    at[phase.q],
+                    at[phase.k],
+                    at[phase.v],
+                    phase.layer,
+                    self._constant(phase.inv_freq),
+                    phase.rotary_dim,
+                    phase.style == "interleaved",
+                    phase.attn_factor,
+                )
+            case Attention():
+                runner.add_attention(at[phase.q], at[phase.out], phase.layer, phase.scale, phase.window, phase.softcap)
+            case GatedAct():
+                runner.add_gated(phase.kind, at[phase.gate], at[phase.up], at[phase.out])
+            case Add():
+                runner.add_add(at[phase.x], at[phase.y], at[phase.out])
+            case SoftCap():
+                runner.add_soft_cap(at[phase.x], phase.cap)
+            case GatherRows():
+                runner.add_gather(at[phase.x], at[phase.out])
+
+    def _add_linear(self, phase: LinearPhase) -> None:
+        outputs = [
+            (
+                self._weight(linear.weight),
+                self._buffers[buffer],
+                -1 if linear.bias is None else self._constant(linear.bias),
+                accumulate,
+            )
+            for linear, buffer, accumulate in phase.outputs
+        ]
+        kind, second, eps, gated = "plain", -1, 0.0, "silu"
+        if phase.norm is not None:
+            kind, second, eps = "norm", self._constant(phase.norm.weight), phase.norm.eps
+        elif phase.gated is not None:
+            kind, second, gated = "gated", self._buffers[phase.gated.up], phase.gated.kind
+        self._runner.add_linear(self._buffers[phase.x], kind, second, eps, gated, outputs)
+
+
+def _sampled_buffers(program: Program) -> set[str]:
+    """Buffers that hold one row per sampled position: all that are written after GatherRows."""
+    ops = program.ops
+    gather = next(i for i, op in enumerate(ops) if isinstance(op, GatherRows))
+    return {op.out for op in ops[gather:] if not isinstance(op, RopeKV | SoftCap)}
+
+
+def _used_buffers(phases: list[Phase]) -> list[str]:
+    """Buffers that survive lowering, in order of first use."""
+    names: dict[str, None] = {}
+    for phase in phases:
+        match phase:
+            case LinearPhase():
+                used = [phase.x, *(buffer for _, buffer, _ in phase.outputs)]
+                if phase.gated is not None:
+                    used.append(phase.gated.up)
+            case RopeKV():
+                used = [phase.q, phase.k, phase.v]
+            case Attention():
+                used = [phase.q, phase.out]
+            case GatedAct():
+                used = [phase.gate, phase.up, phase.out]
+            case Add():
+                used = [phase.x, phase.y, phase.out]
+            case SoftCap():
+                used = [phase.x]
+            case Embed():
+                used = [phase.out]
+            case _:
+                used = [phase.x, phase.out]
+        names.update(dict.fromkeys(used))
+    return list(names)
