@@ -196,4 +196,4 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     """On the finishing delta."""
     first_scheduled_s: float | None = None
-    """When the choice first entered a step, on the monotonic clock; on its first delta."""
+    """When the choice first entered a step, on the monotonic clock."""

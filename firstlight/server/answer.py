@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from firstlight.engine.frontend import AsyncEngine
 from firstlight.engine.generation import Generation
-from firstlight.errors import BackendError, FirstlightError, OverloadedError
+from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
 from firstlight.server.merge import merged_batches
 from firstlight.server.record import RequestRecord
 from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
 from firstlight.server.sse import EventStream
 from firstlight.server.wire import GenerationRequest
+from firstlight.text.params import check
 from firstlight.types import FinishReason, OutputDelta, TokenLogprob, Usage
 
 __all__ = ["Answer"]
@@ -61,6 +62,7 @@ class Answer:
             RequestError, OverloadedError: before anything was sent.
             BackendError, OverloadedError: the engine failed or is closing; a stream may have started.
         """
+        check(self._request.params, self._engine.info.vocab_size)
         prompts = await self._encode()
         self._record.num_prompt = sum(len(ids) for ids in prompts)
         generations = await self._submit(prompts)
@@ -84,9 +86,11 @@ class Answer:
             for at, ids in enumerate(prompts):
                 name = f"{self._answer_id}-{at}" if len(prompts) > 1 else self._answer_id
                 generations.append(self._engine.generate(name, ids, params, cache_salt=salt))
-        except BaseException:
+        except BaseException as error:
             for generation in generations:
                 await generation.aclose()
+            if isinstance(error, RequestError) and error.param == "prompt" and self._request.is_chat:
+                raise RequestError(error.message, param="messages") from None
             raise
         return generations
 

@@ -1,6 +1,6 @@
 """Checked requests from raw bodies: every field is typed, in range or refused by the name the client used.
 
-Knows the wire forms and `SamplingParams`; limits that need the model (context, vocabulary) are the engine's to check.
+Knows the wire forms and `SamplingParams`; ranges that every caller shares are checked in `firstlight.text.params`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from firstlight.server.wire import (
     SharedBody,
     TokenizeBody,
 )
+from firstlight.text.params import MAX_LOGPROBS
 from firstlight.types import SamplingParams
 
 __all__ = ["Intake"]
@@ -43,9 +44,6 @@ _EMPTY_MESSAGE_FIELDS = frozenset(
     {"tool_calls", "annotations", "refusal", "audio", "function_call", "reasoning_content"}
 )
 """Members that client libraries send back from an earlier answer; taken when they hold nothing."""
-_MAX_TOP_LOGPROBS = 20
-_MAX_STOP_STRINGS = 16
-_MAX_LOGIT_BIAS = 1024
 _DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
 
@@ -84,7 +82,7 @@ class Intake:
                 f"`best_of` is {body.best_of} and `n` is {body.n}: only `best_of` equal to `n` is supported",
                 param="best_of",
             )
-        _require_range("logprobs", body.logprobs, 0, _MAX_TOP_LOGPROBS)
+        _require_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         if body.echo and body.logprobs is not None:
             raise UnsupportedParameter("`echo` with `logprobs` is not supported: ask for one of them", param="echo")
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -120,20 +118,15 @@ class Intake:
 
     def _params(self, body: SharedBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         _require_range("n", body.n, 1, self.max_n)
-        _require_range("seed", body.seed, -_INT64, 2 * _INT64 - 1)
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        if len(stop) > _MAX_STOP_STRINGS:
-            raise RequestError(
-                f"`stop` has {len(stop)} strings, the limit is {_MAX_STOP_STRINGS}: send fewer", param="stop"
-            )
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=max(body.top_k, 0) if body.top_k == -1 else body.top_k,
+            top_k=0 if body.top_k == -1 else body.top_k,
             min_p=body.min_p,
             seed=body.seed,
             max_tokens=max_tokens,
-            stop=tuple(text for text in stop if text),
+            stop=stop,
             stop_token_ids=tuple(body.stop_token_ids),
             include_stop_str_in_output=body.include_stop_str_in_output,
             ignore_eos=body.ignore_eos,
@@ -253,7 +246,7 @@ def _one_of_two_limits(max_tokens: int | None, max_completion_tokens: int | None
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
-    _require_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
+    _require_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -262,10 +255,6 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    if len(bias) > _MAX_LOGIT_BIAS:
-        raise RequestError(
-            f"`logit_bias` has {len(bias)} entries, the limit is {_MAX_LOGIT_BIAS}: send fewer", param="logit_bias"
-        )
     checked: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

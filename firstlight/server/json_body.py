@@ -7,6 +7,7 @@ that do not fit, nesting without end. Knows JSON, not the fields of any route.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 import msgspec
@@ -16,6 +17,7 @@ from firstlight.errors import RequestError
 __all__ = ["decode_object"]
 
 _MAX_NAME_CHARS = 64
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class InvalidJson(RequestError):
@@ -76,7 +78,20 @@ def _name_the_fault(raw: bytes, error: ValueError) -> NoReturn:
         except (ValueError, RecursionError) as fault:
             name = name[:_MAX_NAME_CHARS]
             raise InvalidJson(f"`{name}` is not valid JSON: {_words(fault)}", param=name) from None
+    _refuse_lone_surrogates(raw)
     raise InvalidJson(f"the body is not valid JSON: {_words(error)}") from None
+
+
+def _refuse_lone_surrogates(raw: bytes) -> None:
+    """Raises for half a UTF-16 pair in an escape, which only the lenient parser reads far enough to name."""
+    try:
+        tree = json.loads(raw)
+    except (ValueError, RecursionError):
+        return
+    for name, member in tree.items() if isinstance(tree, dict) else ():
+        if _LONE_SURROGATE.search(json.dumps([name, member], ensure_ascii=False)):
+            name = _LONE_SURROGATE.sub("\ufffd", name)[:_MAX_NAME_CHARS]
+            raise InvalidJson(f"`{name}` has half of a surrogate pair (\\ud800 to \\udfff): send both", param=name)
 
 
 def _words(error: Exception) -> str:

@@ -21,6 +21,7 @@ from firstlight.errors import BackendError, ConfigError
 from firstlight.measure.log import log_event, log_to_stderr
 from firstlight.server.app import create_app
 from firstlight.server.protocol import bounded_protocol
+from firstlight.server.service import Service
 
 __all__ = ["RunningServer", "ServerThread", "serve"]
 
@@ -89,7 +90,7 @@ class RunningServer:
                 await self._started(engine, server, listening)
                 await self._until_stopped(listening)
             finally:
-                await self._closed(engine, server, listening)
+                await self._closed(engine, app.service, server, listening)
 
     async def _started(self, engine: AsyncEngine, server: uvicorn.Server, listening: asyncio.Task[None]) -> None:
         while not server.started:
@@ -115,7 +116,9 @@ class RunningServer:
         await asyncio.wait({stop, listening}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
 
-    async def _closed(self, engine: AsyncEngine, server: uvicorn.Server, listening: asyncio.Task[None]) -> None:
+    async def _closed(
+        self, engine: AsyncEngine, service: Service, server: uvicorn.Server, listening: asyncio.Task[None]
+    ) -> None:
         """Drains the engine while the socket still answers 503, then closes the connections."""
         drain = asyncio.create_task(engine.close(self._config.drain_s))
         hurry = asyncio.create_task(self._stop_now.wait())
@@ -128,6 +131,7 @@ class RunningServer:
         hurry.cancel()
         server.should_exit = True
         await asyncio.gather(listening, return_exceptions=True)
+        service.close()
         log_event("stopped", url=self.url)
 
 
@@ -209,7 +213,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         app,
         http=bounded_protocol(config.max_header_kb * 1000, config.read_timeout_s),
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,

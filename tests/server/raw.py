@@ -1,0 +1,76 @@
+"""A client that can misbehave: half requests, closed sockets, unread streams. And the audit that follows."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from firstlight.server.run import ServerThread
+
+
+def request_bytes(path: str, body: Any, *, headers: str = "") -> bytes:
+    """A POST as it goes over the wire. `body` is JSON-encoded unless it is bytes."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n{headers}"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+def connected(server: ServerThread, *, receive_buffer: int | None = None) -> socket.socket:
+    """A socket connected to the server."""
+    address = urlsplit(server.url)
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(20)
+    sock.connect((address.hostname, address.port))
+    return sock
+
+
+def read_until(sock: socket.socket, mark: bytes) -> bytes:
+    """Everything up to and including the read that brought `mark`."""
+    received = b""
+    while mark not in received:
+        chunk = sock.recv(65536)
+        if not chunk:
+            raise AssertionError(f"closed before {mark!r}: {received!r}")
+        received += chunk
+    return received
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = b""
+    while chunk := sock.recv(65536):
+        received += chunk
+    return received
+
+
+def wait_until(claim: Any, what: str, timeout_s: float = 20.0) -> None:
+    """Returns once `claim()` is true; fails after a time that no healthy run comes near."""
+    deadline_s = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        time.sleep(0.002)
+
+
+def assert_idle_and_whole(server: ServerThread) -> None:
+    """Waits until no request is left, then audits: no block is held, nothing is broken."""
+    stats = server.engine.stats
+    wait_until(lambda: stats().waiting + stats().running == 0, "every request to end")
+    answer = httpx.get(server.url + "/debug/check")
+    assert answer.status_code == 200, answer.text
+    counts = answer.json()
+    assert counts["used_blocks"] == 0, counts
+    assert counts["waiting"] == counts["running"] == 0, counts
+
+
+def events(body: bytes | str) -> list[Any]:
+    """The JSON of every `data:` event of a body, "[DONE]" as itself."""
+    text = body.decode() if isinstance(body, bytes) else body
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
