@@ -163,18 +163,18 @@ def _head_dim(keys: Keys, key: str, hidden: int, num_heads: int) -> int:
 
 def _check(spec: ModelSpec, source: str) -> ModelSpec:
     """Rules that hold between fields."""
-    problem = ""
+    problems: list[str] = []
     if spec.num_heads % spec.num_kv_heads:
-        problem = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly"
-    elif spec.head_dim % 2:
-        problem = f"head dimension {spec.head_dim} is odd"
+        problems.append(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly")
+    if spec.head_dim % 2:
+        problems.append(f"head dimension {spec.head_dim} is odd")
     for rope in (spec.rope, spec.local_rope):
         if rope and (rope.dim % 2 or not 2 <= rope.dim <= spec.head_dim):
-            problem = f"rotary dimension {rope.dim} must be even and at most the head dimension {spec.head_dim}"
+            problems.append(f"rotary dimension {rope.dim} must be even and at most the head dimension {spec.head_dim}")
         if rope and rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-            problem = f"RoPE factors {rope.low_freq_factor} and {rope.high_freq_factor} are not ascending"
-    if problem:
-        raise ModelError(f"{source}: {problem}", hint="convert or download the model again")
+            problems.append(f"RoPE factors {rope.low_freq_factor} and {rope.high_freq_factor} are not ascending")
+    if problems:
+        raise ModelError(f"{source}: {problems[0]}", hint="convert or download the model again")
     return spec
 
 
