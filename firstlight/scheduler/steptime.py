@@ -13,7 +13,7 @@ __all__ = ["StepLoad", "StepTimeModel", "attended_tokens"]
 SCALES = (1.0, 1 / 16, 1 / 256, 1 / 65536)
 """Bring the four features of a usual step near 1, so that one covariance suits all."""
 PRIOR_S = (1e-3, 2e-4, 5e-4, 2e-7)
-"""Coefficients before any step was seen: a small model on a few cores."""
+"""Coefficients before any step was seen: a small model on a few cores. The first step scales them all."""
 PRIOR_VARIANCE = 30.0
 """Variance of each coefficient before any step, as a multiple of its own square: wrong by five times is no surprise."""
 FORGETTING = 0.98
@@ -22,6 +22,10 @@ MAX_RELATIVE_ERROR = 0.3
 """An error beyond this share of the step counts as this much: a descheduled core is not a slower machine."""
 NUM_TRUSTING = 16
 """For this many first steps an error may be as large as the step: the prior is a guess."""
+SURPRISE_MEMORY = 0.8
+MAX_SURPRISE = 0.6
+"""Share of errors beyond MAX_RELATIVE_ERROR, fading by SURPRISE_MEMORY a step, at which the model starts over: five in a
+row do it, every second step does not. The machine has changed, or the steps it began with were misleading."""
 
 
 def attended_tokens(start: int, num: int) -> int:
@@ -54,9 +58,8 @@ class StepTimeModel:
     def __init__(self) -> None:
         self.num_observed = 0
         self._theta = [c / s for c, s in zip(PRIOR_S, SCALES, strict=True)]
-        variances = [PRIOR_VARIANCE * t * t for t in self._theta]
-        self._cov = [[variances[i] * (i == j) for j in range(4)] for i in range(4)]
-        self._inf = [[(i == j) / variances[i] for j in range(4)] for i in range(4)]
+        self._surprise = 0.0
+        self._start_over(1.0)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
@@ -85,6 +88,8 @@ class StepTimeModel:
         """Learns from one step that took `run_s` seconds. Cost: about 20 microseconds."""
         if run_s <= 0:
             return
+        if self.num_observed == 0 or self._surprise > MAX_SURPRISE:
+            self._start_over(run_s / self.predict_s(load))
         self.num_observed += 1
         s = SCALES
         x = (s[0] / run_s, load.rows * s[1] / run_s, load.tokens * s[2] / run_s, load.attended * s[3] / run_s)
@@ -92,6 +97,8 @@ class StepTimeModel:
         px = [sum(map(float.__mul__, row, x)) for row in self._cov]
         gain = 1 / (1 + sum(map(float.__mul__, px, x)))
         error = 1 - sum(map(float.__mul__, self._theta, x))
+        is_surprise = abs(error) > MAX_RELATIVE_ERROR
+        self._surprise = SURPRISE_MEMORY * self._surprise + (1 - SURPRISE_MEMORY) * is_surprise
         bound = 1.0 if self.num_observed <= NUM_TRUSTING else MAX_RELATIVE_ERROR
         error = max(-bound, min(bound, error))
         for i in range(4):
@@ -99,6 +106,14 @@ class StepTimeModel:
             for j in range(4):
                 self._cov[i][j] -= px[i] * px[j] * gain
                 self._inf[i][j] += x[i] * x[j]
+
+    def _start_over(self, factor: float) -> None:
+        """Takes the coefficients, `factor` times as large, for a first guess about an unknown machine."""
+        self._surprise = 0.0
+        self._theta = [factor * max(t, 1e-3 * p / s) for t, p, s in zip(self._theta, PRIOR_S, SCALES, strict=True)]
+        variances = [PRIOR_VARIANCE * t * t for t in self._theta]
+        self._cov = [[variances[i] * (i == j) for j in range(4)] for i in range(4)]
+        self._inf = [[(i == j) / variances[i] for j in range(4)] for i in range(4)]
 
     def _forget(self, x: tuple[float, float, float, float]) -> None:
         """Widens the covariance along `x` alone, as if what was known about such steps counted FORGETTING times."""
