@@ -154,7 +154,7 @@ def _has_kind(value: Any, kind: str) -> bool:
 
 
 def _take_space_prefix(spec: dict[str, Any]) -> SpacePrefix:
-    """Where the file adds a space. Mutates: `spec` adds none any more, as only the whole text shows where it belongs."""
+    """Where the file adds a space. Mutates: `spec` adds none any more: only the whole text shows where it belongs."""
     prefix = SpacePrefix.NONE
     for part in _parts(spec.get("pre_tokenizer")):
         if isinstance(part, dict) and part.get("type") == "Metaspace":
@@ -162,7 +162,7 @@ def _take_space_prefix(spec: dict[str, Any]) -> SpacePrefix:
             prefix = {"always": SpacePrefix.EVERY, "first": SpacePrefix.FIRST}.get(scheme, prefix)
             part.pop("add_prefix_space", None)
             part["prepend_scheme"] = "never"
-    normalizer = spec.get("normalizer")
+    normalizer = spec.get("normalizer") or {}
     if _has_kind(normalizer, "Prepend"):
         prefix = SpacePrefix.EVERY
         kept = [part for part in normalizer.get("normalizers", []) if part.get("type") != "Prepend"]
@@ -201,7 +201,7 @@ def _generation_ends(folder: Path, num_tokens: int) -> frozenset[int]:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja where present, else the field of tokenizer_config.json, of several the one named `default`."""
+    """chat_template.jinja where present, else the field of tokenizer_config.json; of several the `default` one."""
     path = folder / "chat_template.jinja"
     if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
         return path.read_text(encoding="utf-8", errors="replace")

@@ -25,6 +25,8 @@ _MAX_INT_BITS = 256
 _MAX_WIDTH = 10_000
 _MAX_TOTAL_RATIO = 32
 """All values of a rendering together may be this many times larger than one."""
+_ITEM_WEIGHT = 16
+"""An item of a list counts as so many characters: printing, comparing and storing it costs about as much."""
 _WIDE_FORMAT = re.compile(r"%[^%a-zA-Z]*(?:\d{5,}|\*)|\{[^}]*(?:\d{5,}|\{)")
 
 
@@ -84,10 +86,10 @@ class Meter:
             elif isinstance(item, Mapping):
                 stack.extend(item.keys())
                 stack.extend(item.values())
-                weight += 2 * len(item)
+                weight += 2 * _ITEM_WEIGHT * len(item)
             elif isinstance(item, (list, tuple, set, frozenset)):
                 stack.extend(item)
-                weight += len(item)
+                weight += _ITEM_WEIGHT * len(item)
             elif isinstance(item, Namespace):
                 stack.append(object.__getattribute__(item, "_Namespace__attrs"))
                 weight += 1
@@ -155,7 +157,7 @@ def check_binop(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for many, times in ((left, right), (right, left)):
             if hasattr(many, "__len__") and isinstance(times, int):
-                meter.size((meter.weigh(many) + 1) * max(times, 0))
+                meter.size(meter.weigh(many) * max(times, 0))
     if isinstance(left, int) and isinstance(right, int):
         bits = max(left.bit_length(), right.bit_length())
         if bits > _MAX_INT_BITS or (operator == "**" and left.bit_length() * abs(right) > _MAX_INT_BITS):
@@ -163,7 +165,7 @@ def check_binop(operator: str, left: Any, right: Any) -> None:
 
 
 _PADS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "batch", "slice", "truncate", "wordwrap"})
-_REFUSED_METHODS = frozenset({"translate", "format_map"})
+_REFUSED_METHODS = frozenset({"translate", "format_map", "to_bytes"})
 _PASSED_BY_REFERENCE = frozenset(
     {"attr", "count", "d", "default", "first", "items", "last", "length", "list", "map"}
     | {"reject", "rejectattr", "reverse", "select", "selectattr"}

@@ -114,6 +114,19 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             active_meter().step()
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's own safe stand-in for `str.format`, paid for like any other method."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        safe = wrapped
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            check_arguments(value.__name__, value.__self__, [*args, *kwargs.values()])
+            return safe(*args, **kwargs)
+
+        return formatted
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic, refused where its result would be large."""
         check_binop(operator, left, right)
