@@ -73,6 +73,7 @@ class Engine:
         if self._loop.is_closed():
             return
         self._run(self._engine.close())
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -24,8 +24,8 @@ NUM_TRUSTING = 16
 """For this many first steps an error may be as large as the step: the prior is a guess."""
 SURPRISE_MEMORY = 0.8
 MAX_SURPRISE = 0.6
-"""Share of errors beyond MAX_RELATIVE_ERROR, fading by SURPRISE_MEMORY a step, at which the model starts over: five in a
-row do it, every second step does not. The machine has changed, or the steps it began with were misleading."""
+"""Share of errors beyond MAX_RELATIVE_ERROR, fading by SURPRISE_MEMORY a step, at which the model starts over: five in
+a row do it, every second step does not. The machine has changed, or the steps it began with were misleading."""
 
 
 def attended_tokens(start: int, num: int) -> int:

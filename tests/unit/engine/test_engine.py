@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from firstlight import Completion, ConfigError, Engine, EngineConfig, FinishReason, RequestError, SamplingParams
+from firstlight.engine.fake import fake_parts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    with Engine(backend="fake", max_queue=8) as one:
+        yield one
+
+
+def test_generate_many_prompts_answers_in_order_as_one_by_one(engine: Engine) -> None:
+    prompts = ["a", "bb", [1, 2, 3], "dddd", "e" * 50] * 4
+    together = engine.generate(prompts, GREEDY)
+    assert [c.token_ids for c in together] == [engine.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    assert all(c.finish is FinishReason.LENGTH for c in together)
+    engine.check()
+
+
+def test_generate_n_choices_follow_each_other(engine: Engine) -> None:
+    wanted = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True)
+    completions = engine.generate(["a", "b"], [wanted, GREEDY])
+    assert [c.choice for c in completions] == [0, 1, 0]
+
+
+def test_generate_params_of_another_length_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="list of 1 for 2 prompts"):
+        engine.generate(["a", "b"], [GREEDY])
+
+
+def test_generate_no_prompts_is_an_empty_list(engine: Engine) -> None:
+    assert engine.generate([], GREEDY) == []
+
+
+def test_generate_one_bad_prompt_raises_its_error_and_ends_the_others(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="`prompt` is 9999 tokens"):
+        engine.generate(["fine", [1] * 9999, "fine too"], GREEDY)
+    engine.check()
+    assert engine.generate("fine", GREEDY)[0].finish is FinishReason.LENGTH
+
+
+def test_stream_pieces_join_to_the_answer(engine: Engine) -> None:
+    whole = engine.generate("hello", GREEDY)[0]
+    assert "".join(delta.text for delta in engine.stream("hello", GREEDY)) == whole.text
+
+
+def test_stream_left_early_is_aborted(engine: Engine) -> None:
+    deltas = engine.stream("hello", SamplingParams(max_tokens=2000, ignore_eos=True))
+    next(deltas)
+    deltas.close()
+    engine.check()
+    assert engine.stats().scheduler.finished["abort"] >= 1
+
+
+def test_stream_refuses_at_the_call(engine: Engine) -> None:
+    with pytest.raises(RequestError):
+        engine.stream([1] * 9999, GREEDY)
+
+
+def test_chat_and_stream_of_messages_agree(engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    (whole,) = engine.chat(messages, GREEDY)
+    assert "".join(delta.text for delta in engine.stream(messages, GREEDY)) == whole.text
+
+
+def test_generate_from_many_threads_answers_each_its_own(engine: Engine) -> None:
+    alone = [engine.generate(f"thread {i}", GREEDY)[0].text for i in range(6)]
+    found: dict[int, Completion] = {}
+
+    def ask(i: int) -> None:
+        found[i] = engine.generate(f"thread {i}", GREEDY)[0]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i].text for i in range(6)] == alone
+
+
+def test_unknown_option_fails_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"`block_sizes` is not an option.*did you mean `block_size`"):
+        Engine(backend="fake", block_sizes=4)
+
+
+def test_failing_load_raises_and_leaves_no_thread() -> None:
+    def load(config: EngineConfig) -> None:
+        raise ConfigError("no such model")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no such model"):
+        Engine(load=load)  # type: ignore[arg-type]
+    assert set(threading.enumerate()) <= before
+
+
+def test_close_twice_is_quiet() -> None:
+    engine = Engine(load=fake_parts)
+    engine.close()
+    engine.close()
