@@ -81,10 +81,7 @@ def _weights(backend: BackendInfo) -> str:
 
 def _compute(facts: StartupFacts) -> str:
     threads = f"{facts.backend.num_threads} thread{'s' if facts.backend.num_threads != 1 else ''}"
-    return ", ".join(
-        [f"{facts.backend.name} backend", threads]
-        + ([f"{facts.backend.kernels} kernels"] if facts.backend.kernels else [])
-    )
+    return f"{facts.backend.name} backend, {threads}"
 
 
 def _kv_cache(backend: BackendInfo) -> str:

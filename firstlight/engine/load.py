@@ -42,20 +42,21 @@ def load_parts(config: EngineConfig) -> EngineParts:
 
 
 def _cpu_parts(config: EngineConfig) -> EngineParts:
-    from firstlight.backend.cpu import CpuBackend
+    from firstlight.backend.cpu import CpuBackend, native_pack
     from firstlight.models.store import MODELS, resolve_model
     from firstlight.models.weights import load_model
 
-    model = load_model(resolve_model(config.model))
+    model = load_model(resolve_model(config.model), native=native_pack)
+    num_parameters = sum(weight.rows * weight.cols for weight in model.weights.values())
     source = model.tokenizer
     is_gguf = source.kind == "gguf"
     tokenizer = Tokenizer.from_gguf(source.metadata) if is_gguf else Tokenizer.from_folder(source.path)
     return EngineParts(
-        backend=CpuBackend(model, config),
+        backend=CpuBackend(model, config, release=True),
         tokenizer=tokenizer,
         chat_template=_chat_template(tokenizer, model.chat_template),
         model_name=config.model if config.model in MODELS else model.name,
-        num_parameters=sum(weight.rows * weight.cols for weight in model.weights.values()),
+        num_parameters=num_parameters,
         file_bytes=model.file_bytes,
     )
 

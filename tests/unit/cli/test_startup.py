@@ -13,7 +13,7 @@ from firstlight.cli.startup import StartupFacts, example_curl, render_startup
 
 def facts(**changes: object) -> StartupFacts:
     backend = BackendInfo(
-        name="cpu",
+        name="cpu (avx2)",
         vocab_size=49152,
         num_blocks=2048,
         block_size=16,
@@ -24,7 +24,6 @@ def facts(**changes: object) -> StartupFacts:
         weight_bytes=99_000_000,
         num_threads=2,
         fingerprint=b"x",
-        kernels="AVX2",
         layouts={"byte": 9_000_000, "nibble": 90_000_000},
     )
     values = {
@@ -40,7 +39,7 @@ def test_screen_says_every_number_and_fits_a_terminal() -> None:
         "firstlight 1.2.3: ready in 1.8 s (load 1.3 s, warm-up 0.5 s)",
         "tiny, 135 M parameters, 98 MB file, context 8,192 tokens",
         "99 MB in memory: nibble 90 MB, byte 9.0 MB",
-        "cpu backend, 2 threads, AVX2 kernels",
+        "cpu (avx2) backend, 2 threads",
         "2,048 blocks x 16 tokens = 32,768 tokens (4.0 full contexts), 755 MB",
         "http://127.0.0.1:8000",
     ):
@@ -50,11 +49,11 @@ def test_screen_says_every_number_and_fits_a_terminal() -> None:
 
 
 def test_screen_leaves_out_what_is_not_known() -> None:
-    plain = msgspec.structs.replace(facts().backend, kernels="", layouts={}, weight_bytes=0)
+    plain = msgspec.structs.replace(facts().backend, layouts={}, weight_bytes=0)
     screen = render_startup(facts(num_parameters=0, file_bytes=0, backend=plain))
     assert "parameters" not in screen
     assert "file" not in screen
-    assert "kernels" not in screen
+    assert "weights" not in screen
 
 
 def test_screen_tells_when_a_key_is_needed() -> None:
