@@ -65,6 +65,8 @@ class GenerationRoutes:
         finally:
             del self._service.open_since_s[answer_id]
             record.close(exchange.status or 500, outcome)
+        if stream is not None:
+            await stream.wait_until_dropped()
 
     async def _read(self, exchange: Exchange, parse: Callable[[bytes], GenerationRequest]) -> GenerationRequest:
         raw = await exchange.read_body(self._service.max_body_bytes, self._service.config.read_timeout_s)

@@ -32,6 +32,8 @@ _FLUSH_S = 2
 """How long connections may take to send what is left once the engine is closed."""
 _START_POLL_S = 0.005
 _BACKLOG = 1024
+_SEND_BUFFER_BYTES = 128 * 1024
+"""Per connection in the kernel, which would grow it to megabytes: a client that does not read should be noticed."""
 
 
 def serve(engine_factory: EngineFactory, config: ServerConfig, on_ready: OnReady | None = None) -> None:
@@ -226,17 +228,20 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
 
 def _bound_socket(config: ServerConfig) -> socket.socket:
     """The listening socket. Raises ConfigError where the address is wrong or taken."""
+    if not 0 <= config.port < 65536:
+        raise ConfigError(f"`port` is {config.port}: it must be from 0 to 65535", param="port")
     try:
         family, _, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"`host` {config.host!r} port {config.port} is no address: {error}", param="host") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         sock.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error}", param="port", hint="choose another with --port"

@@ -40,6 +40,8 @@ class EventStream:
         self._exchange = exchange
         self._lock = asyncio.Lock()
         self.last_write_s = exchange.arrival_s
+        self.was_cut = False
+        """The client did not read, so the connection is being dropped."""
         self.blocked_since_s: float | None = None
         """Since when a write has been waiting for the client to read."""
 
@@ -84,10 +86,15 @@ class EventStream:
         transport: Any = self._exchange.scope.get("extensions", {}).get("firstlight.transport")
         if transport is None or transport.is_closing():
             return
-        self._exchange.is_complete = True
+        self._exchange.is_complete = self.was_cut = True
         transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(frame), frame))
         transport.close()
         asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+
+    async def wait_until_dropped(self) -> None:
+        """Waits until a connection that was cut is gone, some seconds at most: until then it counts as open."""
+        while self.was_cut and (await self._exchange.receive())["type"] != "http.disconnect":
+            pass
 
 
 class ClientWatch:

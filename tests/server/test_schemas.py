@@ -1,0 +1,68 @@
+"""Answers, chunks and errors validate against OpenAI's published schemas (shared workloads; skipped where absent)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.server.raw import events
+
+Validators = dict[str, jsonschema.Draft202012Validator]
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "seed": 1}
+VARIANTS: list[dict[str, Any]] = [{}, {"n": 3}, {"ignore_eos": True}, {"stop": "e"}, {"timings": True}]
+
+
+def _plain(schema: Any) -> Any:
+    """OpenAPI's `nullable` as JSON Schema says it."""
+    if isinstance(schema, list):
+        return [_plain(member) for member in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {
+        name: _plain(member) for name, member in schema.items() if name not in ("nullable", "format", "discriminator")
+    }
+    if schema.get("nullable"):
+        return {"anyOf": [plain, {"type": "null"}]}
+    return plain
+
+
+@pytest.fixture(scope="module")
+def validators(shared_dir: Path) -> Validators:
+    """A validator per schema name."""
+    raw = json.loads((shared_dir / "workloads" / "vectors" / "openai_schemas.json").read_text())
+    components = {"components": {"schemas": _plain(raw["schemas"])}}
+    return {
+        name: jsonschema.Draft202012Validator({**components, "$ref": f"#/components/schemas/{name}"})
+        for name in raw["schemas"]
+    }
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4, "n": 2}])
+def test_chat_answers_and_chunks_fit_the_schema(
+    http: httpx.Client, validators: Validators, variant: dict[str, Any]
+) -> None:
+    whole = http.post("/v1/chat/completions", json={**CHAT, **variant}).json()
+    validators["CreateChatCompletionResponse"].validate(whole)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, done = events(http.post("/v1/chat/completions", json={**CHAT, **variant, **options}).content)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        validators["CreateChatCompletionStreamResponse"].validate(chunk)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"logprobs": 0}, {"logprobs": 3, "n": 2}, {"echo": True}])
+def test_completion_answers_fit_the_schema(http: httpx.Client, validators: Validators, variant: dict[str, Any]) -> None:
+    whole = http.post("/v1/completions", json={"prompt": "x", **variant}).json()
+    validators["CreateCompletionResponse"].validate(whole)
+
+
+def test_models_and_errors_fit_the_schema(http: httpx.Client, validators: Validators) -> None:
+    validators["ListModelsResponse"].validate(http.get("/v1/models").json())
+    validators["Model"].validate(http.get("/v1/models/fake").json())
+    for body in ({}, {"prompt": 5}, {"prompt": "x", "model": "other"}, {"prompt": "x", "tools": [1]}):
+        validators["ErrorResponse"].validate(http.post("/v1/completions", json=body).json())
