@@ -42,15 +42,12 @@ def fetch_from_hub(model: str) -> Path:
             nothing.
     """
     repository, file = parse_hub_name(model)
-    import huggingface_hub
-
     endpoint = os.environ.get("HF_ENDPOINT") or None
     if file is None:
         file = _choose(model, _list_files(model, repository, endpoint))
-    if file is not None:
-        name = file
-        return Path(_call(model, lambda: huggingface_hub.hf_hub_download(repository, name, endpoint=endpoint)))
-    return _snapshot(model, repository, endpoint)
+    if file is None:
+        return _snapshot(model, repository, endpoint)
+    return _cached(repository, file) or _download(model, repository, file, endpoint)
 
 
 def _list_files(model: str, repository: str, endpoint: str | None) -> list[str]:
@@ -80,6 +77,20 @@ def _choose(model: str, names: list[str]) -> str | None:
         raise ModelError(f"`{model}` holds neither safetensors nor GGUF files", hint="choose another repository")
     shown = ", ".join(files[:MAX_NAMES_SHOWN]) + (", ..." if len(files) > MAX_NAMES_SHOWN else "")
     raise ModelError(f"`{model}` holds {len(files)} GGUF files", hint=f"name one, {model}:FILE, of: {shown}")
+
+
+def _cached(repository: str, file: str) -> Path | None:
+    """The file in the library's cache; a file that is here is not asked for again."""
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(repository, file)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _download(model: str, repository: str, file: str, endpoint: str | None) -> Path:
+    import huggingface_hub
+
+    return Path(_call(model, lambda: huggingface_hub.hf_hub_download(repository, file, endpoint=endpoint)))
 
 
 def _snapshot(model: str, repository: str, endpoint: str | None) -> Path:

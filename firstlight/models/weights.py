@@ -87,6 +87,8 @@ def load_model(path: str | os.PathLike[str], *, native: NativePacker | None = No
     if path.is_dir():
         return _load_folder(path, native)
     with GGUFFile(path) as file:
+        if file.metadata.get("split.count", 1) not in (0, 1):
+            raise ModelError(f"`{path.name}` is one piece of a split model", hint="join the pieces into one file first")
         shapes = {name: entry.shape for name, entry in file.tensors.items()}
         spec = spec_from_gguf(file.metadata, shapes, f"`{path.name}`")
         loader = _Loader(file, spec, native, {})
@@ -272,10 +274,18 @@ def _load_folder(folder: Path, native: NativePacker | None) -> LoadedModel:
     for name in ("generation_config.json", "tokenizer_config.json"):
         own |= read_json(folder / name) if (folder / name).is_file() else {}
     return loader.load(
-        name=folder.resolve().name,
+        name=_folder_title(folder),
         tokenizer=TokenizerSource(kind="folder", path=folder, metadata=config | own),
         chat_template=_folder_template(folder, own.get("chat_template")),
     )
+
+
+def _folder_title(folder: Path) -> str:
+    """The folder's name; for a snapshot in a hub's cache (models--org--name/snapshots/commit), the repository's."""
+    absolute = folder.absolute()
+    if absolute.parent.name == "snapshots":
+        return absolute.parent.parent.name.rpartition("--")[2]
+    return absolute.name
 
 
 def _folder_template(folder: Path, inline: Any) -> str | None:

@@ -191,7 +191,7 @@ def survives(path: Path, data: bytes) -> None:
 def test_every_byte_set_to_its_extremes_never_crashes(tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     for at in range(len(GOOD)):
-        for value in (0, 0xFF, GOOD[at] ^ 0x01):
+        for value in (0xFF, GOOD[at] ^ 0x01):
             survives(path, GOOD[:at] + bytes([value]) + GOOD[at + 1 :])
 
 

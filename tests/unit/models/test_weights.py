@@ -159,6 +159,18 @@ def test_bad_tensor_is_named(tmp_path: Path, case: str) -> None:
     assert caught.value.hint
 
 
+def test_piece_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={"split.count": 3})
+    with pytest.raises(ModelError, match="one piece of a split model"):
+        load_model(path)
+
+
+def test_folder_is_named_after_itself_or_its_repository(tmp_path: Path) -> None:
+    assert load_model(write_folder(tmp_path / "mine")).name == "mine"
+    snapshot = tmp_path / "models--org--tiny-1b" / "snapshots" / ("a" * 40)
+    assert load_model(write_folder(snapshot)).name == "tiny-1b"
+
+
 def test_folder_without_its_files_is_refused(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = write_folder(tmp_path / name)
