@@ -63,15 +63,23 @@ def test_resident_memory_grows_by_little_more_than_the_weights(smollm2_path: Pat
     assert excess < 60 << 20
 
 
-@pytest.mark.parametrize(("question", "expected"), [("What is the capital of France?", "Paris"), ("What is 2+2?", "4")])
-def test_greedy_answer_of_the_oracle_is_right_and_ends(
-    oracle: Oracle, tokenizer: Tokenizer, question: str, expected: str
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("What is 2+2?", "The answer to this classic math problem is 4."),
+    ],
+)
+def test_greedy_answer_of_the_oracle_is_english_and_ends(
+    oracle: Oracle, tokenizer: Tokenizer, question: str, answer: str
 ) -> None:
     system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     ids: list[int] = []
     for turn in (system, f"user\n{question}"):
         ids += [START, *tokenizer.encode(turn).ids, END, *tokenizer.encode("\n").ids]
     ids += [START, *tokenizer.encode("assistant\n").ids]
-    answer = oracle.greedy(ids, 24, [END])
-    assert expected in tokenizer.decode(answer)
-    assert answer[-1] == END
+    expected = [*tokenizer.encode(answer).ids, END]
+    before_each = range(len(ids) - 1, len(ids) - 1 + len(expected))
+    # One pass instead of one per token: greedy decoding would pick each of these given those before it.
+    picked = oracle.logits(ids + expected[:-1], before_each).argmax(axis=1)
+    assert picked.tolist() == expected
