@@ -136,3 +136,21 @@ def test_source_files_named_in_prose_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     for name in re.findall(r"`((?:firstlight|csrc|tests|docs|benchmarks)/[\w./]+)`", text):
         assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_architecture_names_functions_that_exist_in_the_file_of_their_step() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    steps = re.findall(r"^## \d+\. [^`\n]*`([\w./]+)`\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert len(steps) >= 10
+    for file, text in steps:
+        source = (ROOT / file).read_text("utf-8")
+        for name in re.findall(r"`([\w.:]+)\(\)`", text):
+            assert f"{name}(" in source, f"{file} has no {name}"
+        for (
+            owner,
+            name,
+        ) in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+            homes = [
+                path for path in (ROOT / "firstlight").rglob("*.py") if f"class {owner}" in path.read_text("utf-8")
+            ]
+            assert any(f"def {name}(" in path.read_text("utf-8") for path in homes), f"no {owner}.{name}"
