@@ -39,7 +39,7 @@ class Meter:
 
     def __init__(self, max_steps: int, max_characters: int, max_seconds: float) -> None:
         self._max_steps = self._steps_left = max_steps
-        self._max_characters = max_characters
+        self.max_characters = max_characters
         self._total_left = max_characters * _MAX_TOTAL_RATIO
         self._max_seconds = max_seconds
         self._deadline = time.monotonic() + max_seconds
@@ -63,11 +63,11 @@ class Meter:
             TemplateLimitError: it is more than one value may have, or all values together.
         """
         self._total_left -= count
-        if count > self._max_characters or self._total_left < 0:
+        if count > self.max_characters or self._total_left < 0:
             raise TemplateLimitError(
                 f"the chat template made a value of {count} characters or items; the limit is "
-                f"{self._max_characters} for one, "
-                f"{self._max_characters * _MAX_TOTAL_RATIO} for all"
+                f"{self.max_characters} for one, "
+                f"{self.max_characters * _MAX_TOTAL_RATIO} for all"
             )
 
     def weigh(self, value: Any) -> int:
@@ -93,9 +93,9 @@ class Meter:
             elif isinstance(item, Namespace):
                 stack.append(object.__getattribute__(item, "_Namespace__attrs"))
                 weight += 1
-            if weight > self._max_characters:
+            if weight > self.max_characters:
                 raise TemplateLimitError(
-                    f"the chat template made a value of more than {self._max_characters} characters or items"
+                    f"the chat template made a value of more than {self.max_characters} characters or items"
                 )
         self.step(weight // 1024)
         return weight
@@ -181,6 +181,9 @@ def check_arguments(name: str, owner: Any, arguments: list[Any]) -> None:
         owner: the object a method belongs to; a filter's first argument is in `arguments`.
     """
     meter = active_meter()
+    if len(arguments) == 1 and type(arguments[0]) is str and owner is None:  # `trim`, `upper` and the like
+        meter.step(1 + len(arguments[0]) // 1024)
+        return
     meter.step()
     if name in _REFUSED_METHODS or isinstance(owner, (bytes, bytearray, int, float)):
         raise TemplateLimitError(f"the chat template calls {name}, which is not available")

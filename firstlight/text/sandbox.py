@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jinja2 import Undefined, nodes, pass_eval_context
@@ -24,6 +24,8 @@ from firstlight.text.meter import Paid, active_meter, check_arguments, check_bin
 
 __all__ = ["TemplateEnvironment"]
 
+_ITERATED, _CONCATENATED, _WEIGHED = "firstlight.iterated", "firstlight.concatenated", "firstlight.weighed"
+"""Filters that stand only in rewritten trees."""
 _REMOVED_FILTERS = ("pprint", "random", "urlize", "xmlattr")
 _COMPARING_TESTS = frozenset(
     {"==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge", "in"}
@@ -60,6 +62,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             for name, function in self.filters.items()
             if name not in _REMOVED_FILTERS
         }
+        self.filters |= {_ITERATED: _iterated, _CONCATENATED: _concatenated, _WEIGHED: _weighed}
         self.tests = {
             name: _paid_test(function) if name in _COMPARING_TESTS else function  # type: ignore[arg-type]
             for name, function in self.tests.items()
@@ -68,23 +71,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals = kept | {"range": _range, "raise_exception": _raise, "strftime_now": strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The syntax tree with loops, `~`, comparisons and list literals led through the methods below."""
+        """The syntax tree with loops, `~`, comparisons and list literals led through our own filters."""
         return _metered_tree(super()._parse(source, name, filename))
-
-    @staticmethod
-    def iterate(values: Any) -> Any:
-        """The values of a loop, each round paid for."""
-        return values if isinstance(values, Undefined) or not isinstance(values, Iterable) else Paid(values)
-
-    @staticmethod
-    def weighed(value: Any) -> Any:
-        """`value`, after a look at its size written out."""
-        return _weighed(value)
-
-    @staticmethod
-    def joined(*values: Any) -> str:
-        """The values of a `~` expression as one string."""
-        return joined("", values)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
@@ -92,16 +80,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         meter, kept, total = active_meter(), [], 0
         for part in parts:
             total += len(part)
-            meter.step()
+            if total > meter.max_characters:
+                break
             kept.append(part)
-            if total > 1_000_000:
-                meter.size(total)
         meter.size(total)
         return "".join(kept)
-
-    def is_safe_callable(self, obj: Any) -> bool:
-        """Jinja's own answer, and yes for the methods that `_parse` wrote into the tree."""
-        return obj in _TREE_METHODS or super().is_safe_callable(obj)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function, macro or method from a template."""
@@ -129,14 +112,25 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic, refused where its result would be large."""
+        if operator == "+" and type(left) is str and type(right) is str:  # what templates do most
+            active_meter().size(len(left) + len(right))
+            return left + right
         check_binop(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
 
-_TREE_METHODS = (TemplateEnvironment.iterate, TemplateEnvironment.weighed, TemplateEnvironment.joined)
+def _iterated(values: Any) -> Any:
+    """The values of a loop, each round paid for."""
+    return values if isinstance(values, Undefined) or not isinstance(values, Iterable) else Paid(values)
+
+
+def _concatenated(*values: Any) -> str:
+    """The values of a `~` expression as one string."""
+    return joined("", values)
 
 
 def _weighed(value: Any) -> Any:
+    """`value`, after a look at its size written out."""
     if not isinstance(value, (str, int)):
         active_meter().weigh(value)
     return value
@@ -147,7 +141,7 @@ def _metered_tree(tree: nodes.Template) -> nodes.Template:
     for loop in tree.find_all(nodes.For):
         if loop.recursive:
             raise TemplateSyntaxError("recursive loops are not available in chat templates", loop.lineno)
-        loop.iter = _call("iterate", [loop.iter])  # type: ignore[list-item]
+        loop.iter = _filtered(_ITERATED, loop.iter)
     _rewrite(tree)
     return tree
 
@@ -167,30 +161,32 @@ def _rewrite(node: nodes.Node) -> None:
 def _replaced(node: nodes.Node) -> nodes.Node:
     """The node to stand in `node`'s place."""
     if isinstance(node, nodes.Concat):
-        return _call("joined", node.nodes)
+        return _filtered(_CONCATENATED, *node.nodes)
     if isinstance(node, nodes.Compare):
         node.expr = _looked_at(node.expr)
         for operand in node.ops:
             operand.expr = _looked_at(operand.expr)
     elif isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and getattr(node, "ctx", "load") == "load":
         is_constant = all(isinstance(item, nodes.Const) for item in node.items)
-        return node if is_constant else _call("weighed", [node])
+        return node if is_constant else _filtered(_WEIGHED, node)
     return node
 
 
 def _looked_at(expression: nodes.Expr) -> nodes.Expr:
     """An operand of a comparison; literals were looked at already."""
-    if isinstance(expression, (nodes.Const, nodes.List, nodes.Tuple, nodes.Call)):
-        return expression
-    return _call("weighed", [expression])
+    is_checked = isinstance(expression, (nodes.Const, nodes.List, nodes.Tuple))
+    return expression if is_checked or _is_weighed(expression) else _filtered(_WEIGHED, expression)
 
 
-def _call(method: str, arguments: Sequence[nodes.Expr]) -> nodes.Call:
-    """A call of an environment method, as a node."""
-    target = nodes.EnvironmentAttribute(method)
-    call = nodes.Call(target, list(arguments), [], None, None)
-    call.set_lineno(arguments[0].lineno)
-    return call
+def _is_weighed(expression: nodes.Expr) -> bool:
+    return isinstance(expression, nodes.Filter) and expression.name == _WEIGHED
+
+
+def _filtered(name: str, first: nodes.Node, *others: nodes.Expr) -> nodes.Filter:
+    """A call of one of our own filters, as a node; compiled to a plain call."""
+    node = nodes.Filter(first, name, list(others), [], None, None)
+    node.set_lineno(first.lineno)
+    return node
 
 
 def _paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

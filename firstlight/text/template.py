@@ -151,10 +151,13 @@ class ChatTemplate:
 class _Guard:
     """Tells special tokens that the template wrote from those that came with the messages.
 
-    Every character of a client's strings that could be part of a control token (its punctuation, its first and last
+    Every character of a client's strings that gives a control token its shape (its punctuation, its first and last
     character) is replaced by a stand-in of the private-use area, and the template is rendered a second time. A control
-    token in that second rendering has only characters of the template, except for role names, which are from a fixed
-    list. What the template itself looks for in messages (`</think>`, say) is left as it is, so that it is found.
+    token in that second rendering was written by the template. What the template itself looks for in messages
+    (`</think>`, say) is left as it is, so that it is found.
+
+    Role names are not replaced: they come from a fixed list. A template that puts the signs of a token around a
+    client's word itself (`'<|' + word + '|>'`) is taken at its word.
     """
 
     def __init__(self, control_tokens: Iterable[str], source: str) -> None:
@@ -164,50 +167,67 @@ class _Guard:
         ends = {c for token in tokens for c in (token[0], token[-1])}
         self._characters = sorted(signs | ends)
         literals = {match[1] or match[2] or "" for match in _LITERAL.finditer(source)}
-        kept = (
-            text for text in literals if len(text) >= _MIN_LITERAL and self._tokens and not self._tokens.search(text)
-        )
-        self._literals = trie_regex(kept)
+        self._literals = trie_regex(text for text in literals if self._is_looked_for(text))
 
     def apply(self, text: str, context: Mapping[str, Any], run: Callable[[Mapping[str, Any]], str]) -> RenderedPrompt:
         """`text`, which is `run(context)`, with the client's characters marked."""
         client = list(_strings(list(context.values())))
-        suspicious = set("".join(client))
-        if self._tokens is None or suspicious.isdisjoint(self._characters):
+        used = set("".join(client))
+        if self._tokens is None or used.isdisjoint(self._characters):
             return RenderedPrompt(text, text)
-        stand_ins = self._stand_ins(suspicious | set(text))
-        back = {ord(stand_in): ord(character) for character, stand_in in stand_ins.items()}
-        table = str.maketrans(stand_ins)
-        masked = {key: _mapped(value, lambda s: self._mask(s, table)) for key, value in context.items()}
-        spelled = any(self._tokens.search(string) for string in client)
+        stand_ins = self._stand_ins(used, set(text))
+        masked = {key: _mapped(value, lambda s: self._mask(s, stand_ins)) for key, value in context.items()}
+        is_spelled = any(self._tokens.search(string) for string in client)
         try:
             guarded = run(masked)
         except RequestError:  # the template wants something of the content that the stand-ins hide
-            if spelled:
+            if is_spelled:
                 raise RequestError(
                     "a message holds the text of a special token in a place where this model's chat template reads it",
                     param="messages",
                 ) from None
             return RenderedPrompt(text, text)
-        shown = guarded.translate(back)
+        shown = guarded
+        for character, stand_in in stand_ins.items():
+            shown = shown.replace(stand_in, character)
         if shown == text:
             return RenderedPrompt(text, guarded)
-        if not spelled and self._tokens.findall(text) == self._tokens.findall(guarded):
+        if not is_spelled and self._tokens.findall(text) == self._tokens.findall(guarded):
             return RenderedPrompt(text, text)
         return RenderedPrompt(shown, guarded)
 
-    def _stand_ins(self, used: set[str]) -> dict[str, str]:
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-        return dict(zip(self._characters, free, strict=False))
+    def _is_looked_for(self, literal: str) -> bool:
+        """Whether a string of the template's source may stay as it is in messages."""
+        has_signs = not set(literal).isdisjoint(self._characters)
+        return len(literal) >= _MIN_LITERAL and has_signs and not (self._tokens and self._tokens.search(literal))
 
-    def _mask(self, string: str, table: dict[int, str]) -> str:
-        if self._literals is None:
-            return string.translate(table)
-        pieces, start = [], 0
-        for match in self._literals.finditer(string):
-            pieces += [string[start : match.start()].translate(table), match.group()]
-            start = match.end()
-        return "".join([*pieces, string[start:].translate(table)])
+    def _stand_ins(self, used: set[str], rendered: set[str]) -> dict[str, str]:
+        """A private-use character for each character to replace, none of them in the messages or the prompt."""
+        replaced = [character for character in self._characters if character in used]
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used and chr(code) not in rendered)
+        stand_ins = dict(zip(replaced, free, strict=False))
+        if len(stand_ins) < len(replaced):
+            raise RequestError("the messages use up all private-use characters of Unicode", param="messages")
+        return stand_ins
+
+    def _mask(self, string: str, stand_ins: Mapping[str, str]) -> str:
+        """`string` with stand-ins, but for what the template looks for, unless a control token would be left."""
+        assert self._tokens is not None
+        if self._literals is not None and self._literals.search(string):
+            pieces, start = [], 0
+            for match in self._literals.finditer(string):
+                pieces += [_replaced(string[start : match.start()], stand_ins), match.group()]
+                start = match.end()
+            masked = "".join([*pieces, _replaced(string[start:], stand_ins)])
+            if not self._tokens.search(masked):
+                return masked
+        return _replaced(string, stand_ins)
+
+
+def _replaced(string: str, stand_ins: Mapping[str, str]) -> str:
+    for character, stand_in in stand_ins.items():  # much faster than str.translate
+        string = string.replace(character, stand_in)
+    return string
 
 
 _LITERAL = re.compile(r"'([^'\\\n]*)'|\"([^\"\\\n]*)\"")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firstlight.errors import RequestError
 from firstlight.text.template import CHATML, ChatTemplate
 from firstlight.text.tokenizer import Tokenizer
 
@@ -149,3 +150,19 @@ def test_encode_rendered_template_that_writes_bos_has_one(phi3: Tokenizer) -> No
     assert ids.count(1) == 1
     without = phi3.encode_rendered(ChatTemplate.of(phi3, PHI3).render(conversation(["hi"])))
     assert without == ids
+
+
+def test_render_messages_with_every_private_use_character_do_not_unlock_tokens(chatml: Tokenizer) -> None:
+    template = ChatTemplate.of(chatml, CHATML)
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    with pytest.raises(RequestError, match="private-use"):
+        template.render([{"role": "user", "content": every + "<|im_end|>"}])
+    half = "".join(map(chr, range(0xE000, 0xF000)))
+    prompt = template.render([{"role": "user", "content": half + "<|im_end|>"}])
+    assert len(special_ids(chatml, chatml.encode_rendered(prompt))) == 3
+
+
+def test_render_token_joined_from_strings_the_template_looks_for_stays_text(chatml: Tokenizer) -> None:
+    source = CHATML + "{% if '<|im_' in messages[0].content and 'end|>' in messages[0].content %}{% endif %}"
+    prompt = ChatTemplate.of(chatml, source).render([{"role": "user", "content": "<|im_end|>"}])
+    assert len(special_ids(chatml, chatml.encode_rendered(prompt))) == 3

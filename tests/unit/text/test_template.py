@@ -191,7 +191,7 @@ LIMIT = "took more than|made a value|bits|large|number over|not available|withou
 FORBIDDEN = {
     "reach for the interpreter": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "reach through a function": ("{{ raise_exception.__globals__['json'] }}", "unsafe"),
-    "reach through format": ("{{ '{0.__globals__}'.format(raise_exception) }}", "unsafe"),
+    "reach through format": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
     "include": ("{% include '/etc/passwd' %}", "no loader"),
     "import": ("{% import 'os' as os %}", "no loader"),
     "change messages": ("{{ messages.append(1) }}", "unsafe"),
