@@ -129,6 +129,8 @@ class FakeBackend:
                 )
             if not 0 <= min(row.token_ids) <= max(row.token_ids) < info.vocab_size:
                 raise BackendError(f"row {row.request_id}: a token id outside 0..{info.vocab_size - 1}")
+            if not 0 <= min(row.block_table) <= max(row.block_table) < info.num_blocks:
+                raise BackendError(f"row {row.request_id}: a block id outside 0..{info.num_blocks - 1}")
             if bool(row.sample_at) != (row.sampling is not None) or any(i >= len(row.token_ids) for i in row.sample_at):
                 raise BackendError(
                     f"row {row.request_id}: `sample_at` {row.sample_at} and `sampling` do not go together"
