@@ -6,7 +6,6 @@ Knows text, streams and aborts; knows no blocks and no steps. One wake-up of the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import random
@@ -20,6 +19,7 @@ from firstlight.config import EngineConfig
 from firstlight.engine.core import CoreStats, EngineCore, StepRecord
 from firstlight.engine.generation import Choice, Generation, Mailbox
 from firstlight.engine.load import EngineParts, load_parts
+from firstlight.engine.relay import LoopRelay
 from firstlight.errors import BackendError, OverloadedError, RequestError
 from firstlight.scheduler import Drafter
 from firstlight.text.pipeline import TextPipeline
@@ -67,7 +67,7 @@ class AsyncEngine:
         self._drafter = drafter
         self._parts: EngineParts | None = None
         self._core: EngineCore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._relay: LoopRelay | None = None
         self._is_closing = False
         self._choices: dict[str, Choice] = {}
         self._serial = itertools.count(1)
@@ -95,14 +95,15 @@ class AsyncEngine:
             ConfigError: an option or the model cannot be used.
             BackendError: the warm-up failed.
         """
-        assert self._loop is None, "started twice"
-        self._loop = asyncio.get_running_loop()
+        assert self._parts is None, "started twice"
         self._parts = await asyncio.to_thread(self._load, self.config)
-        self._core = EngineCore(self._parts.backend, self.config, self._on_events, drafter=self._drafter)
+        self._relay = LoopRelay(asyncio.get_running_loop(), self._deliver)
+        self._core = EngineCore(self._parts.backend, self.config, self._relay.put, drafter=self._drafter)
         try:
             await asyncio.to_thread(self._core.start)
         except BaseException:
             self._core.stop()
+            self._relay.close()
             raise
 
     async def close(self, drain_s: float = 0.0) -> None:
@@ -113,6 +114,8 @@ class AsyncEngine:
         if drain_s > 0 and not self._core.failed:
             await asyncio.wait({asyncio.wrap_future(self._core.drain())}, timeout=drain_s)
         await asyncio.to_thread(self._core.stop)
+        if self._relay is not None:
+            await asyncio.to_thread(self._relay.close)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -263,12 +266,6 @@ class AsyncEngine:
             self._choices.pop(core_id, None)
         if self._core is not None:
             self._core.abort(ids)
-
-    def _on_events(self, events: list[TokenEvent]) -> None:
-        """The core's thread."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Hands each event to its choice; a stop string found on the way ends it in the core too."""
