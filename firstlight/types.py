@@ -38,8 +38,9 @@ class FinishReason(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose output tokens, and when to stop. `firstlight.text.params.check` raises RequestError on bad values.
 
-    temperature 0 is greedy. `top_k` 0 is off. `logprobs` None is off, 0 gives the sampled token's own, k its k best rivals too.
-    `seed` None draws one at admission. `max_tokens` None runs to the context's end. `logit_bias` maps token id to addend.
+    temperature 0 is greedy. `top_k` 0 is off. `logprobs` None is off, 0 gives the sampled token's own,
+    k its k best rivals too. `seed` None draws one at admission. `max_tokens` None runs to the context's end.
+    `logit_bias` maps token id to addend.
     """
 
     temperature: float = 1.0
@@ -85,7 +86,8 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the backend samples one row. The j-th sampled position of the row uses noise (seed, output_index + j).
 
     `history` holds every known id up to and including the first sampled position's own token, and is filled only when a
-    penalty is on; the first `num_prompt` of them are the prompt. Later sampled positions extend it with the row's token_ids.
+    penalty is on; the first `num_prompt` of them are the prompt. Later sampled positions extend it with the row's
+    token_ids.
     """
 
     temperature: float
@@ -131,7 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability (natural log, of the unpenalised, untempered distribution) of one sampled token and its rivals."""
+    """Log-probability (natural log, of the unpenalised, untempered distribution) of a sampled token and its rivals."""
 
     token_id: int
     logprob: float
@@ -181,7 +183,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of an answer as the frontend gives it to a caller: decoded, stop strings applied.
 
-    `choice` is the index among the request's `n`. `text` may be empty while a code point or a possible stop is held back.
+    `choice` is the index among the request's `n`. `text` may be empty while a code point or a possible stop is
+    held back.
     """
 
     choice: int
