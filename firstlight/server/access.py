@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +15,11 @@ from firstlight.server.asgi import Exchange, Headers
 __all__ = ["Access", "ForbiddenOrigin"]
 
 _SALT_CONTEXT = b"firstlight prefix-cache tenant\0"
+
+
+_HEADER_LIST = re.compile(rb"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+)*")
+_DEFAULT_HEADERS = b"Authorization, Content-Type, X-Request-Id"
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
 class ForbiddenOrigin(RequestError):
@@ -35,6 +41,8 @@ class Access:
         if any(not key.strip() for key in keys):
             raise ConfigError("`api_key` is empty: give a key, or leave the option out", param="api_key")
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.is_loopback = _LOOPBACK.fullmatch(config.host) is not None
+        """Only this machine can connect."""
         self._origins = frozenset(origin.rstrip("/") for origin in config.cors_origins)
 
     def tenant_salt(self, exchange: Exchange) -> bytes:
@@ -64,30 +72,34 @@ class Access:
         if origin in self._origins or "*" in self._origins:
             exchange.base_headers += [(b"access-control-allow-origin", raw), (b"vary", b"Origin")]
             exchange.base_headers.append((b"access-control-expose-headers", b"X-Request-Id, Retry-After"))
-        elif exchange.method == "POST" and not _is_same_host(origin, exchange):
+        elif exchange.method == "POST" and not self._is_own(origin, exchange):
             raise ForbiddenOrigin(
                 f"origin {origin[:128]!r} is not allowed here: restart with `--cors-origins {origin[:128]}`",
                 param="Origin",
             )
+
+    def _is_own(self, origin: str, exchange: Exchange) -> bool:
+        """The page came from this server. On loopback a foreign name is not ours, though it may be made to lead here."""
+        try:
+            parts = urlsplit(origin)
+            host = parts.hostname or ""
+        except ValueError:
+            return False
+        if self.is_loopback and not _LOOPBACK.fullmatch(host):
+            return False
+        return bool(host) and parts.netloc.encode("latin-1", "replace") == exchange.headers.get(b"host")
 
     def preflight_headers(self, exchange: Exchange) -> Headers | None:
         """The answer to a browser's OPTIONS question, None where it is not one or the origin is not allowed."""
         allowed = any(name == b"access-control-allow-origin" for name, _ in exchange.base_headers)
         if not allowed or b"access-control-request-method" not in exchange.headers:
             return None
+        wanted = exchange.headers.get(b"access-control-request-headers", b"")
         return [
             (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", b"Authorization, Content-Type, X-Request-Id"),
+            (b"access-control-allow-headers", wanted if _HEADER_LIST.fullmatch(wanted) else _DEFAULT_HEADERS),
             (b"access-control-max-age", b"600"),
         ]
-
-
-def _is_same_host(origin: str, exchange: Exchange) -> bool:
-    try:
-        netloc = urlsplit(origin).netloc
-    except ValueError:
-        return False
-    return bool(netloc) and netloc.encode("latin-1", "replace") == exchange.headers.get(b"host")
 
 
 def _keys_of_file(path: str) -> list[str]:

@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from firstlight.engine.frontend import AsyncEngine
 from firstlight.engine.generation import Generation
 from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
 from firstlight.server.merge import merged_batches
 from firstlight.server.record import RequestRecord
 from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
+from firstlight.server.service import Service
 from firstlight.server.sse import EventStream
 from firstlight.server.wire import GenerationRequest
 from firstlight.text.params import check
@@ -46,9 +46,10 @@ class Answer:
     """
 
     def __init__(
-        self, engine: AsyncEngine, request: GenerationRequest, record: RequestRecord, answer_id: str, cache_salt: bytes
+        self, service: Service, request: GenerationRequest, record: RequestRecord, answer_id: str, cache_salt: bytes
     ) -> None:
-        self._engine = engine
+        self._engine = service.engine
+        self._max_prompt_bytes = service.max_prompt_bytes
         self._request = request
         self._record = record
         self._answer_id = answer_id
@@ -74,9 +75,22 @@ class Answer:
 
     async def _encode(self) -> list[list[int]]:
         request = self._request
+        self._refuse_hopeless("messages", [message["content"] for message in request.messages])
+        for prompt in request.prompts:
+            self._refuse_hopeless("prompt", [prompt] if isinstance(prompt, str) else [])
         if request.is_chat:
             return [await self._engine.encode_chat(request.messages)]
         return [await self._engine.encode_prompt(prompt) for prompt in request.prompts]
+
+    def _refuse_hopeless(self, name: str, texts: list[str]) -> None:
+        """Raises RequestError for text that could not fit the context if every token were the longest there is."""
+        num_bytes = sum(len(text.encode()) for text in texts)
+        if num_bytes > self._max_prompt_bytes:
+            limit = self._engine.info.max_model_len
+            raise RequestError(
+                f"`{name}` is {num_bytes} bytes of text, more than {limit} tokens can hold: send a shorter prompt",
+                param=name,
+            )
 
     async def _submit(self, prompts: Sequence[list[int]]) -> list[Generation]:
         """One generation per prompt; none goes on if one is refused."""

@@ -50,7 +50,7 @@ class GenerationRoutes:
             request = await self._read(exchange, parse)
             record.stream = request.stream
             stream = EventStream(exchange) if request.stream else None
-            answer = Answer(self._service.engine, request, record, answer_id, salt)
+            answer = Answer(self._service, request, record, answer_id, salt)
             await self._watched(exchange, answer, stream)
             outcome = None
         except ClientGone:
@@ -59,7 +59,7 @@ class GenerationRoutes:
         except FirstlightError as error:
             outcome = error.code
             if stream is not None and stream.started:
-                await stream.fail(error)
+                await stream.fail(error, self._service.config.slow_reader_s)
             else:
                 await exchange.respond_error(error)
         finally:

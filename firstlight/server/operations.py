@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from firstlight.errors import BackendError, NotFoundError, RequestError
 from firstlight.measure.metrics import CONTENT_TYPE
 from firstlight.server.asgi import Exchange
-from firstlight.server.service import Service, package_version
+from firstlight.server.service import BIG_TEXT_BYTES, Service, package_version
 from firstlight.text.tokenizer import Tokenizer
 
 __all__ = ["MODEL_PREFIX", "OperationRoutes"]
 
 MODEL_PREFIX = "/v1/models/"
+_AUDIT_TIMEOUT_S = 30.0
 _TEXT_TYPE = b"text/plain; charset=utf-8"
 
 
@@ -44,7 +46,7 @@ class OperationRoutes:
         """POST /tokenize."""
         self._admit(exchange)
         raw = await self._body(exchange)
-        ids = await self._service.parsed(self._tokenized, raw)
+        ids = await self._service.parsed(self._tokenized, raw, BIG_TEXT_BYTES)
         await exchange.respond_json({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -78,9 +80,14 @@ class OperationRoutes:
             raise NotFoundError("/debug/check is off: restart with `--debug-routes on`")
         self._admit(exchange)
         try:
-            await self._service.engine.check()
+            async with asyncio.timeout(_AUDIT_TIMEOUT_S):
+                await self._service.engine.check()
         except AssertionError as broken:
             raise BackendError(f"the audit failed: {broken}") from None
+        except TimeoutError:
+            raise BackendError(
+                f"no audit for {_AUDIT_TIMEOUT_S:g} s: the engine is in a step that does not end"
+            ) from None
         await exchange.respond_json({"status": "ok", **self._service.counts()})
 
     def _admit(self, exchange: Exchange) -> None:

@@ -89,12 +89,14 @@ class RunningServer:
             server = _HttpServer(_uvicorn_config(app, self._config))
             listening = asyncio.create_task(server.serve(sockets=[sock]))
             try:
-                await self._started(engine, server, listening)
+                await self._started(engine, app.service, server, listening)
                 await self._until_stopped(listening)
             finally:
                 await self._closed(engine, app.service, server, listening)
 
-    async def _started(self, engine: AsyncEngine, server: uvicorn.Server, listening: asyncio.Task[None]) -> None:
+    async def _started(
+        self, engine: AsyncEngine, service: Service, server: uvicorn.Server, listening: asyncio.Task[None]
+    ) -> None:
         while not server.started:
             if listening.done():
                 raise BackendError(f"the HTTP server ended at start: {listening.exception()}")
@@ -109,6 +111,7 @@ class RunningServer:
             await asyncio.gather(loading, return_exceptions=True)
             return
         loading.result()
+        await asyncio.to_thread(service.warm_up)
         log_event("ready", url=self.url, model=engine.info.model)
         if self._on_ready is not None:
             self._on_ready(engine, self.url)

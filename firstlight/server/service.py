@@ -19,16 +19,18 @@ from firstlight.errors import BackendError, OverloadedError
 from firstlight.measure.metrics import Metrics
 from firstlight.server.access import Access
 from firstlight.server.intake import Intake
+from firstlight.text.tokenizer import Tokenizer
 
-__all__ = ["Service", "package_version"]
+__all__ = ["BIG_TEXT_BYTES", "Service", "package_version"]
 
 _T = TypeVar("_T")
 
-_BIG_BODY_BYTES = 64 * 1024
+BIG_BODY_BYTES = 64 * 1024
 """Parsed on a thread above this, so that no stream waits for another client's long prompt."""
 _NUM_PARSE_THREADS = 2
 _LOADING_RETRY_S = 2.0
-_LOOPBACK = ("127.", "::1", "localhost")
+BIG_TEXT_BYTES = 2000
+"""Tokenised on a thread above this: about a millisecond."""
 
 
 class Service:
@@ -48,7 +50,7 @@ class Service:
     def has_debug_routes(self) -> bool:
         """/debug/* are there."""
         setting = self.config.debug_routes
-        return setting == "on" or (setting == "auto" and self.config.host.startswith(_LOOPBACK))
+        return setting == "on" or (setting == "auto" and self.access.is_loopback)
 
     @cached_property
     def intake(self) -> Intake:
@@ -84,11 +86,23 @@ class Service:
             return f"requests are waiting and no step has ended for {stalled_s:.0f} s"
         return None
 
-    async def parsed(self, parse: Callable[[bytes], _T], raw: bytes) -> _T:
+    @cached_property
+    def max_prompt_bytes(self) -> int:
+        """No prompt of more bytes can fit the context, so it is refused without being tokenised. Only once ready."""
+        tokenizer: Tokenizer = self.engine.tokenizer
+        longest = max(len(tokenizer.id_to_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+        return self.engine.info.max_model_len * longest
+
+    async def parsed(self, parse: Callable[[bytes], _T], raw: bytes, big_bytes: int = BIG_BODY_BYTES) -> _T:
         """`parse(raw)`, on a thread where the body is big enough to be felt by the streams."""
-        if len(raw) <= _BIG_BODY_BYTES:
+        if len(raw) <= big_bytes:
             return parse(raw)
         return await asyncio.get_running_loop().run_in_executor(self._threads, parse, raw)
+
+    def warm_up(self) -> None:
+        """Makes what the first request would otherwise wait for. Blocks for some 10 ms; any thread."""
+        assert self.metrics.render()
+        assert self.max_prompt_bytes > 0
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""

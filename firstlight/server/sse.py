@@ -70,13 +70,17 @@ class EventStream:
         if not self._lock.locked() and not self._exchange.is_complete:
             await self.write(_KEEP_ALIVE)
 
-    async def fail(self, error: FirstlightError) -> None:
-        """Ends a started stream with an error event."""
+    async def fail(self, error: FirstlightError, timeout_s: float) -> None:
+        """Ends a started stream with an error event; cuts the client that does not read it for `timeout_s`."""
         frame = b"data: " + error_body(error) + b"\n\n"
         if isinstance(error, SlowReader):
             self._cut(frame)
-        else:
-            await self.write(frame, is_last=True)
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.write(frame, is_last=True)
+        except TimeoutError:
+            self._cut(frame)
 
     def _cut(self, frame: bytes) -> None:
         """Puts the frame behind what the client has not read, and drops the connection if it still does not read.

@@ -197,16 +197,23 @@ def test_foreign_origin_is_refused_and_gets_no_cors_headers(http: httpx.Client, 
     assert foreign.status_code == 403
     assert "access-control-allow-origin" not in foreign.headers
     assert http.post("/v1/completions", json=TEXT, headers={"Origin": server.url}).status_code == 200
+    rebound = {"Origin": "http://evil.example", "Host": "evil.example"}
+    assert http.post("/v1/completions", json=TEXT, headers=rebound).status_code == 403
     preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     assert http.options("/v1/completions", headers=preflight).status_code == 405
 
 
 def test_allowed_origin_gets_cors_headers(start_server: StartServer) -> None:
     server = start_server(cors_origins=("http://app.example",))
-    headers = {"Origin": "http://app.example", "Access-Control-Request-Method": "POST"}
+    headers = {
+        "Origin": "http://app.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, x-stainless-os",
+    }
     preflight = httpx.options(server.url + "/v1/completions", headers=headers)
     assert preflight.status_code == 204
     assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
     answer = httpx.post(server.url + "/v1/completions", json=TEXT, headers=headers)
     assert answer.headers["access-control-allow-origin"] == "http://app.example"
     assert httpx.post(server.url + "/v1/completions", json=TEXT, headers={"Origin": "null"}).status_code == 403

@@ -193,6 +193,16 @@ def test_prompt_over_the_context_is_refused_with_both_numbers(http: httpx.Client
     assert "2048" in error["message"]
 
 
+def test_prompt_that_cannot_fit_is_refused_without_tokenising(http: httpx.Client) -> None:
+    # the longest token, <|endoftext|>, has 13 bytes
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "é" * 14_000}]}),
+        ("completions", {"prompt": "é" * 14_000}),
+    ):
+        error = refused(http.post(f"/v1/{path}", json=body))
+        assert "28000 bytes of text, more than 2048 tokens" in error["message"]
+
+
 def test_prompt_that_fills_the_context_leaves_one_token(http: httpx.Client) -> None:
     limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
     fits = http.post("/v1/completions", json={"prompt": "x" * (limit - 1), "max_tokens": 50, "ignore_eos": True})
