@@ -79,7 +79,7 @@ class Access:
             )
 
     def _is_own(self, origin: str, exchange: Exchange) -> bool:
-        """The page came from this server. On loopback a foreign name is not ours, though it may be made to lead here."""
+        """The page came from this server. On loopback a foreign name is not ours, even where it leads here."""
         try:
             parts = urlsplit(origin)
             host = parts.hostname or ""
