@@ -36,6 +36,7 @@ _MAX_SOURCE = 512 * 1024
 _MIN_LITERAL = 3
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _CONTINUE_HERE = "\ue0ffcontinue\ue0ff"
+_OWN_NAMES = frozenset({"bos_token", "eos_token"})
 _NAMES_OF_ROLES = frozenset({"role", "type"})
 
 
@@ -121,6 +122,9 @@ class ChatTemplate:
         Raises:
             RequestError: a message is not valid, the template refuses the messages, or a limit was met.
         """
+        taken = sorted(_OWN_NAMES & variables.keys())
+        if taken:
+            raise RequestError(f"`{taken[0]}` is set by the server and cannot be a template variable", param=taken[0])
         checked = checked_messages(messages)
         if continue_final_message:
             _mark_end(checked)

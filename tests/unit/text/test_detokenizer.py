@@ -30,7 +30,7 @@ def test_push_any_split_joins_to_whole_decode(
 ) -> None:
     tokenizer = tokenizer_named(name)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(ids_and_cuts(tokenizer.vocab_size))
     def same_text(case: tuple[list[int], list[int]]) -> None:
         ids, cuts = case

@@ -72,7 +72,7 @@ def test_from_folder_byte_level_gives_the_library_ids(byte_level: LibraryTokeniz
         write_folder(tmp_path / "m", byte_level, {"bos_token": "<s>", "eos_token": "</s>"})
     )
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(TEXTS)
     def same_ids(text: str) -> None:
         expected = byte_level.encode(text, add_special_tokens=False).ids
@@ -95,7 +95,7 @@ def test_from_folder_spaced_gives_the_library_ids(style: str, phi3_metadata: dic
     config = {"bos_token": {"content": "<s>"}, "eos_token": {"content": "</s>"}, "add_bos_token": True}
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path / "m", library, config))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(TEXTS)
     def same_ids(text: str) -> None:
         expected = library.encode(text, add_special_tokens=False).ids

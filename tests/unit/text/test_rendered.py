@@ -56,7 +56,7 @@ def test_encode_rendered_any_content_gives_only_the_templates_special_ids(
     tokenizer = tokenizer_named(name)
     template = ChatTemplate.of(tokenizer, source)
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(HOSTILE_TEXT, min_size=1, max_size=4))
     def only_the_templates(texts: list[str]) -> None:
         prompt = template.render(conversation(texts))
@@ -76,7 +76,7 @@ def test_encode_rendered_harmless_content_equals_the_whole_text_parsed(
     tokenizer = tokenizer_named(name)
     template = ChatTemplate.of(tokenizer, source)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(SIGNS, min_size=1, max_size=4))
     def same_ids(texts: list[str]) -> None:
         prompt = template.render(conversation(texts))
@@ -86,7 +86,7 @@ def test_encode_rendered_harmless_content_equals_the_whole_text_parsed(
     same_ids()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts=st.lists(HOSTILE_TEXT, min_size=1, max_size=4))
 def test_render_content_is_never_changed_by_the_guard(texts: list[str]) -> None:
     messages = conversation(texts)

@@ -31,7 +31,7 @@ def pieces_of(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, [text[a:b] for a, b in pairwise(edges)]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(case=pieces_of(), stops=STOPS, include_stop=st.booleans())
 def test_push_any_split_gives_what_the_oracle_gives(
     case: tuple[str, list[str]], stops: list[str], include_stop: bool

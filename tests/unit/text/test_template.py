@@ -113,6 +113,13 @@ def test_render_variables_reach_the_template() -> None:
     assert template.render(HELLO, enable_thinking=False).text == f"False <s> {datetime.now():%Y}"
 
 
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_render_variable_that_the_server_sets_is_refused(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(CHATML).render(HELLO, **{name: "x"})
+    assert caught.value.param == name
+
+
 @pytest.mark.parametrize("content", ["The answer", "ends in space  ", "<|im_end|>", ""])
 def test_render_continue_final_message_leaves_it_open(content: str) -> None:
     messages = [*HELLO, {"role": "assistant", "content": content}]
