@@ -21,14 +21,14 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_step_tokens: int
     max_step_rows: int
+    max_step_samples: int = 0
+    """Positions sampled in one step, at least `max_step_rows`; 0: as many as tokens. Drafts take several a row."""
     kv_bytes_per_block: int
     weight_bytes: int
     num_threads: int
     fingerprint: bytes
     layouts: dict[str, int] = {}
     """Bytes of weights per layout, for the start-up screen."""
-    kernels: str = ""
-    """The instruction set that its kernels use, for the start-up screen; "" where there is no choice of them."""
 
 
 class Backend(Protocol):

@@ -20,6 +20,8 @@ class SchedulerLimits:
     max_step_tokens: int
     max_model_len: int
     vocab_size: int
+    max_step_samples: int = 0
+    """0: as many as tokens."""
     max_queue: int = 1024
     itl_slo_s: float = 0.0
 
@@ -32,6 +34,7 @@ class SchedulerLimits:
             max_step_tokens=tokens,
             max_model_len=min(info.max_model_len, config.max_model_len or info.max_model_len),
             vocab_size=info.vocab_size,
+            max_step_samples=info.max_step_samples,
             max_queue=config.max_queue,
             itl_slo_s=config.itl_slo_ms / 1e3,
         )

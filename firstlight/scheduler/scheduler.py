@@ -193,13 +193,19 @@ class Scheduler:
 
     def _plan_decodes(self, step: _Step) -> None:
         """One row per stream, with as many drafts as tokens are left for."""
-        spare = self.limits.max_step_tokens - len(self._decodes)
+        spare = self._max_draft_tokens(len(self._decodes))
         for state in self._decodes.values():
             drafts: list[int] = []
             if self._drafter is not None and spare > 0:
                 drafts = self._draft(state, min(spare, MAX_DRAFTS))
                 spare -= len(drafts)
             self._add_row(step, state, [state.tokens[-1], *drafts], drafts)
+
+    def _max_draft_tokens(self, num_decodes: int) -> int:
+        """Drafts a step has room for: tokens that streams leave, samples that no row may need for itself."""
+        limits = self.limits
+        samples = limits.max_step_samples or limits.max_step_tokens
+        return min(limits.max_step_tokens - num_decodes, samples - limits.max_step_rows)
 
     def _draft(self, state: RequestState, most: int) -> list[int]:
         """Drafts for one stream: never past its end, and only where blocks are free anyway."""

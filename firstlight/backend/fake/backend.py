@@ -44,6 +44,7 @@ class FakeBackend:
         max_model_len: int = 2048,
         max_step_tokens: int = 512,
         max_step_rows: int = 64,
+        max_step_samples: int = 0,
         cost: StepCost | None = None,
         sleep: Callable[[float], None] = time.sleep,
         fail_at_step: int | None = None,
@@ -57,6 +58,7 @@ class FakeBackend:
             max_model_len=max_model_len,
             max_step_tokens=max_step_tokens,
             max_step_rows=max_step_rows,
+            max_step_samples=max_step_samples or max_step_tokens,
             kv_bytes_per_block=block_size * 2 * 8,
             weight_bytes=0,
             num_threads=1,
@@ -117,6 +119,8 @@ class FakeBackend:
             raise BackendError(f"step of {len(plan.rows)} rows, limit 1..{info.max_step_rows}")
         if (num := sum(len(row.token_ids) for row in plan.rows)) > info.max_step_tokens:
             raise BackendError(f"step of {num} tokens, limit {info.max_step_tokens}")
+        if (num := sum(len(row.sample_at) for row in plan.rows)) > info.max_step_samples:
+            raise BackendError(f"step of {num} sampled positions, limit {info.max_step_samples}")
         for row in plan.rows:
             end = row.start + len(row.token_ids)
             if (

@@ -59,6 +59,7 @@ class Drive:
     block_size: int = 4
     max_step_rows: int = 4
     max_step_tokens: int = 16
+    max_step_samples: int = 0
     max_model_len: int = MODEL_LEN
     max_queue: int = 1024
     itl_slo_s: float = 0.0
@@ -78,10 +79,12 @@ class Drive:
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
             max_step_rows=self.max_step_rows,
+            max_step_samples=self.max_step_samples,
         )
         limits = SchedulerLimits(
             max_step_rows=self.max_step_rows,
             max_step_tokens=self.max_step_tokens,
+            max_step_samples=self.max_step_samples,
             max_model_len=self.max_model_len,
             vocab_size=VOCAB,
             max_queue=self.max_queue,

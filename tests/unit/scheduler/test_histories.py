@@ -95,6 +95,7 @@ machines = st.fixed_dictionaries(
         "num_blocks": st.integers(2, 24),
         "block_size": st.integers(1, 6),
         "max_step_rows": st.integers(1, 6),
+        "max_step_samples": st.sampled_from([0, 6, 9]),
         "max_step_tokens": st.sampled_from([6, 7, 16, 64]),
         "prefix_cache": st.booleans(),
         "itl_slo_s": st.sampled_from([0.0, 0.002, 0.05]),
