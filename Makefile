@@ -91,12 +91,12 @@ distclean: clean ## remove the environment as well
 	"$$found" -m venv .venv; touch $@
 
 $(RUNTIME): $(BUILD_INPUTS) | .venv/.created
-	@echo "install: dependencies and native kernels (about a minute the first time)"
+	@echo "install: dependencies and native kernels (a few minutes the first time)"
 	@$(PIP) install --quiet -e .
 	@touch $@
 
 $(DEV): $(BUILD_INPUTS) | .venv/.created
-	@echo "install: development tools and native kernels (about a minute the first time)"
+	@echo "install: development tools and native kernels (a few minutes the first time)"
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' \
 	  > .venv/dev-requirements.txt
 	@$(PIP) install --quiet -r .venv/dev-requirements.txt
