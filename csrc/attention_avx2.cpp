@@ -120,6 +120,21 @@ struct Split {
   float* values32;  // [key][head_dim]
 };
 
+inline void prefetch_tile(const uint16_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p) + i, _MM_HINT_T0);
+}
+
+// Blocks lie scattered, which the processor's own prefetcher cannot follow: asks for the keys of two chunks on and for
+// the values of this one, which are read once all scores are there.
+inline void prefetch_ahead(const Split& s, int key, int num) {
+  const int dim = s.kv.head_dim, block_size = s.kv.block_size, at = s.begin + key;
+  const int block = s.query.block_table[at / block_size], slot = at % block_size;
+  prefetch_tile(s.kv.values(block, s.query.kv_head) + slot * dim, 32 * dim);
+  const int next = key + 32;
+  if (next >= num || (s.begin + next) % block_size != 0) return;
+  prefetch_tile(s.kv.keys(s.query.block_table[(s.begin + next) / block_size], s.query.kv_head), 2 * dim * block_size);
+}
+
 template <int R, bool CONVERTED>
 void attend_rows(const Split& s, int row, float* result) {
   const int dim = s.kv.head_dim, block_size = s.kv.block_size;
@@ -153,6 +168,7 @@ void attend_rows(const Split& s, int row, float* result) {
       score16<R>(s.keys32 + static_cast<size_t>(key) * static_cast<size_t>(dim), 16, s.qt, dim, s.scores + key);
     } else {
       const int at = s.begin + key;
+      prefetch_ahead(s, key, num);
       const uint16_t* k = s.kv.keys(s.query.block_table[at / block_size], s.query.kv_head) + at % block_size;
       score16<R>(k, static_cast<size_t>(block_size), s.qt, dim, s.scores + key);
     }

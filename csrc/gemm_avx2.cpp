@@ -13,6 +13,7 @@ namespace firstlight::avx2 {
 namespace {
 
 constexpr int kUnpackRows = 5;      // from here on unpacking into scratch pays
+constexpr int kWidenRows = 4;       // the same for byte codes
 constexpr size_t kPrefetch = 1536;  // bytes ahead on the weight stream in the memory-bound loops
 
 template <bool F32>
@@ -31,6 +32,9 @@ inline void prefetch_record(const uint8_t* p) {
 
 constexpr size_t kNibbleUnpacked = 320;  // bytes of scratch per group
 constexpr size_t kByteUnpacked = 640;    // bytes of scratch per 32 inputs
+
+// Keeps the compiler from rearranging a chain of integer sums, which costs it more registers than there are.
+inline void pin(__m256i& v) { asm("" : "+x"(v)); }
 
 inline void store256(void* p, __m256i v) { _mm256_store_si256(static_cast<__m256i*>(p), v); }
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -127,6 +131,7 @@ void nibble_tile(const uint8_t* u, int groups, const int8_t* q, const float* sca
       for (int t = 0; t < T; ++t) {
         const __m256i m = _mm256_maddubs_epi16(v, bcast32(q + t * 32 + 4 * j));
         c[t] = j == 0 ? m : _mm256_add_epi16(c[t], m);
+        pin(c[t]);
       }
     }
     const __m256 ws = _mm256_load_ps(reinterpret_cast<const float*>(u + 256));
@@ -177,6 +182,7 @@ void byte_tile(const uint8_t* w, int groups, const int16_t* q, const float* scal
         for (int t = 0; t < T; ++t) {
           const __m256i m = _mm256_madd_epi16(v, bcast32(q + t * 32 + 2 * u));
           c[t] = i == 0 ? m : _mm256_add_epi32(c[t], m);
+          if constexpr (UNPACKED) pin(c[t]);
         }
       }
       __m256 ws, wm = _mm256_setzero_ps();
@@ -325,7 +331,7 @@ void byte_gemm(const Weight& w, const Activations& a, const Output& o, int rb0, 
   const size_t stride = w.row_block_bytes();
   for (int rb = rb0; rb < rb1; ++rb) {
     const uint8_t* codes = w.data + static_cast<size_t>(rb) * stride;
-    const bool unpacked = a.num_rows > kTile;
+    const bool unpacked = a.num_rows >= kWidenRows;
     if (unpacked) byte_unpack<HALVES, MIN, F32>(codes, groups, scratch);
     for (int i = 0; i < tiles; ++i) {
       const int row = a.tile_start(i), rows = a.tile_start(i + 1) - row;
