@@ -25,8 +25,6 @@ __all__ = ["Scheduler"]
 AGE_TOKENS_PER_S = 500.0
 """Prefill order is remaining tokens + this * arrival time: a request with R tokens left is overtaken only by
 requests of its class that arrive within R / AGE_TOKENS_PER_S seconds after it."""
-COOLDOWN_STEPS = 32
-"""After a preemption nothing is admitted for this many steps, unless a request ends first or nothing runs."""
 MAX_DRAFTS = 16
 """Draft tokens asked for per row and step."""
 RETRY_AFTER_BOUNDS_S = (1.0, 120.0)
@@ -73,7 +71,6 @@ class Scheduler:
         self._ended_ids: list[str] = []
         self._step: _Step | None = None
         self._num_added = 0
-        self._cooldown_until_step = 0
         self._budget = PrefillBudget(limits, step_time)
 
     # -- intake ---------------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ class Scheduler:
         """Running prefills and whoever can be admitted, best rank first; each is admitted when it is asked for."""
         if not self._prefills and not self._waiting:
             return
-        waiting = list(self._waiting) if self._admission_open() else []
+        waiting = list(self._waiting)
         for state in heapq.merge(sorted(self._prefills.values(), key=_rank), waiting, key=_rank):
             if state.status is not Status.PREFILL:
                 if self._awaits_equal_prefix(state):
@@ -253,9 +250,6 @@ class Scheduler:
                     waiting.clear()  # ends the waiting half of the merge: nobody overtakes the one that does not fit
                     continue
             yield state
-
-    def _admission_open(self) -> bool:
-        return self.num_running == 0 or self.stats.steps >= self._cooldown_until_step
 
     def _awaits_equal_prefix(self, state: RequestState) -> bool:
         """True while a request that is not less urgent computes the very block this one needs next."""
@@ -269,7 +263,8 @@ class Scheduler:
     def _admit(self, state: RequestState) -> bool:
         """Starts a waiting request on its cached prefix; False when rows or blocks do not suffice.
 
-        All its known tokens must get blocks without taking those that running requests will need soon.
+        All its known tokens must get blocks without taking those that running requests will need soon. A preempted
+        request needs more than it gave up, so it returns only after another one has ended: no back and forth.
         """
         if self.num_running >= self.limits.max_step_rows:
             return False
@@ -323,7 +318,6 @@ class Scheduler:
         state.rank = (state.request.priority, 0, state.rank[2], state.rank[3])
         bisect.insort(self._waiting, state, key=_rank)
         self.stats.preemptions += 1
-        self._cooldown_until_step = self.stats.steps + COOLDOWN_STEPS
 
     # -- absorb ---------------------------------------------------------------------------------------------------
 
@@ -398,7 +392,7 @@ class Scheduler:
         got: RowResult | None = None,
         error: str | None = None,
     ) -> TokenEvent:
-        """Forgets a request and frees its blocks; its last event. Reopens admission."""
+        """Forgets a request and frees its blocks; its last event."""
         if state.status in (Status.WAITING, Status.PREEMPTED):
             self._waiting.remove(state)
         self._prefills.pop(state.id, None)
@@ -407,7 +401,6 @@ class Scheduler:
         state.status = Status.ENDED
         del self._states[state.id]
         self._ended_ids.append(state.id)
-        self._cooldown_until_step = 0
         self.stats.finished[finish.value] += 1
         return self._event(state, token_ids or [], got, finish, error)
 
@@ -449,6 +442,9 @@ class Scheduler:
             assert (state.status is Status.PREFILL) == (state.id in self._prefills), f"{where} is in the wrong queue"
             assert 0 <= state.num_computed < len(state.tokens) <= self.capacity_tokens, f"{where}: token counts"
             assert state.num_computed <= len(state.table.blocks) * self.cache.block_size, f"{where}: blocks are missing"
+            if self._step is None:
+                spare = len(state.table.blocks) - self.cache.num_blocks_for(state.num_computed)
+                assert spare == 0, f"{where} holds {spare} blocks that no computed token is in"
             assert not (waits and state.table.blocks), f"{where} holds blocks"
             if state.status is Status.DECODE:
                 assert state.gap == 1, f"{where} has {state.gap} tokens to compute"

@@ -94,6 +94,18 @@ def test_grow_beyond_pool_answers_false_and_takes_nothing() -> None:
     kv.check([table])
 
 
+def test_num_needed_counts_hits_that_nobody_holds() -> None:
+    kv = cache(6)
+    tokens = list(range(12))
+    computed(kv, tokens)
+    table, holder = kv.table("r", b""), kv.table("holder", b"")
+    hits = kv.peek(table, tokens)
+    assert len(hits) == 2
+    assert kv.num_needed(hits, 13) == 4
+    kv.adopt(holder, tokens, hits)
+    assert kv.num_needed(hits, 13) == 2
+
+
 def test_adopted_blocks_outlive_pressure_while_held() -> None:
     kv = cache(3)
     computed(kv, list(range(8)))

@@ -200,6 +200,23 @@ async def test_slow_reader_gets_one_merged_delta() -> None:
 
 
 @in_loop
+async def test_stop_string_inside_accepted_drafts_drops_what_follows() -> None:
+    text = b"hello world, hello again"
+
+    def draft(request_id: str, tokens: list[int], most: int) -> list[int]:
+        return list(text[len(tokens) - 1 :][:most])
+
+    one = AsyncEngine(EngineConfig(), load=fake_parts, drafter=draft)
+    async with one:
+        wanted = params(stop=("o w",), max_tokens=20, logprobs=0)
+        (done,) = await collect(one.generate("r", [1], wanted, forced_ids=text), 1)
+        assert (done.text, done.stop_reason, bytes(done.token_ids)) == ("hell", "o w", b"hello w")
+        assert done.usage is not None
+        assert done.usage.completion_tokens == len(done.logprobs or []) == 7
+        assert one.stats().scheduler.accepted_tokens > 7
+
+
+@in_loop
 async def test_logprobs_and_logits_have_one_entry_per_token_also_after_a_stop_string() -> None:
     async with engine() as one:
         wanted = params(stop=("lo",), logprobs=2)

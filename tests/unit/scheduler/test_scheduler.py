@@ -259,6 +259,16 @@ def test_preempted_request_returns_before_newcomers() -> None:
     assert "new" not in rows
 
 
+def test_preempted_request_returns_only_after_another_has_ended() -> None:
+    drive = full_pool()
+    while drive.scheduler.stats.preemptions == 0:
+        drive.step()
+    while not drive.ends("old"):
+        assert list(tokens_by_request(drive.step())) == ["old"]
+    assert drive.scheduler.stats.preemptions == 1
+    assert list(tokens_by_request(drive.step())) == ["young"]
+
+
 def test_preemption_spares_the_more_urgent_class() -> None:
     drive = Drive(num_blocks=8, block_size=4, max_step_tokens=32)
     drive.add(request("old", [1] * 10, 20, priority=1))
