@@ -9,12 +9,16 @@ __all__ = ["PrefillBudget"]
 
 SLO_DECODE_STEPS = 2.0
 """Without `itl_slo_ms`, prefill may stretch a step to this many times its decode-only time."""
-SLO_FLOOR_S = 0.020
-"""... and always to this: 50 tokens a second are several times reading speed, so shorter gaps are not felt."""
-MIN_CHUNK_TOKENS = 16
-"""A smaller prefill chunk wastes more on the step's fixed costs than it gains."""
-STARVATION_S = 0.5
-"""While streams leave no room, prefill still gets MIN_CHUNK_TOKENS this often."""
+SLO_FLOOR_S = 0.025
+"""... and always to this: 40 tokens a second are several times reading speed, so shorter gaps are not felt."""
+STARVATION_S = 0.25
+STARVED_CHUNK_TOKENS = 16
+"""While streams leave no room, prefill still gets so many tokens every STARVATION_S."""
+ALONE_STEP_S = 0.25
+"""Without streams a step may take this long: whoever arrives during it waits for its end. The weights are read once
+more per step, a few milliseconds, so that this costs prefill about 2 %."""
+ALONE_CHUNK_TOKENS = 64
+"""... but it carries so many tokens on any machine, since below this kernels lose speed."""
 
 
 class PrefillBudget:
@@ -28,7 +32,7 @@ class PrefillBudget:
         self._last_chunk_s = 0.0
 
     def open(self, decodes: StepLoad, now_s: float) -> None:
-        """Begins a step that carries the streams `decodes`; without streams time is no bound."""
+        """Begins a step that carries the streams `decodes`."""
         self._now_s = now_s
         if decodes.rows == 0:
             self._budget_s = None
@@ -44,14 +48,15 @@ class PrefillBudget:
             is_first: no prefill is in the step yet, so that the starvation bound may be due.
         """
         left = min(gap, self._limits.max_step_tokens - load.tokens)
-        if left <= 0 or self._budget_s is None:
-            return max(left, 0)
+        if left <= 0:
+            return 0
+        if self._budget_s is None:
+            fits = self._step_time.max_chunk(load, start, ALONE_STEP_S)
+            return min(left, max(fits, ALONE_CHUNK_TOKENS - load.tokens))
         fits = min(left, self._step_time.max_chunk(load, start, self._budget_s))
-        if fits >= min(MIN_CHUNK_TOKENS, gap):
-            return fits
-        if is_first and self._now_s - self._last_chunk_s >= STARVATION_S:
-            return min(left, MIN_CHUNK_TOKENS)
-        return 0
+        if fits == 0 and is_first and self._now_s - self._last_chunk_s >= STARVATION_S:
+            return min(left, STARVED_CHUNK_TOKENS)
+        return fits
 
     def has_room(self, load: StepLoad, *, is_first: bool) -> bool:
         """Whether any prefill at all could join a step of this load."""

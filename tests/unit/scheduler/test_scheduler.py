@@ -4,7 +4,7 @@ import pytest
 
 from firstlight.errors import OverloadedError, RequestError
 from firstlight.scheduler import Status, StepLoad, StepTimeModel
-from firstlight.scheduler.budget import MIN_CHUNK_TOKENS, STARVATION_S
+from firstlight.scheduler.budget import STARVATION_S, STARVED_CHUNK_TOKENS
 from firstlight.types import FinishReason, StepPlan
 from tests.unit.scheduler.drive import VOCAB, Drive, ids_alone, request
 
@@ -112,7 +112,7 @@ def test_prefill_beside_streams_keeps_the_step_inside_the_promise() -> None:
     drive.step()
     drive.add(request("long", [2] * 60, 1))
     num = tokens_by_request(drive.step())["long"]
-    assert MIN_CHUNK_TOKENS <= num <= 21
+    assert 15 <= num <= 21
     assert drive.step_time.predict_s(StepLoad(rows=2, tokens=num + 1, attended=2000)) < 0.027
 
 
@@ -122,16 +122,24 @@ def test_prefill_without_streams_takes_the_whole_step() -> None:
     assert tokens_by_request(drive.step()) == {"long": 48}
 
 
+@pytest.mark.parametrize(("token_s", "low", "high"), [(0.002, 110, 125), (0.1, 64, 64), (0.00001, 200, 200)])
+def test_prefill_without_streams_does_not_make_a_newcomer_wait_long(token_s: float, low: int, high: int) -> None:
+    step_time = machine(token_s=token_s)
+    drive = Drive(num_blocks=64, max_step_tokens=256, max_model_len=256, step_time=step_time)
+    drive.add(request("long", [2] * 200, 1))
+    assert low <= tokens_by_request(drive.step())["long"] <= high
+
+
 def test_prefill_with_no_time_left_gets_a_least_chunk_at_the_starvation_bound() -> None:
     drive = Drive(num_blocks=64, max_step_tokens=64, itl_slo_s=0.001, step_time=machine(), run_s=0.05)
     drive.add(request("stream", [1], 50))
     drive.step()
     drive.add(request("long", [2] * 60, 1))
     seen = []
-    for _ in range(25):
+    for _ in range(13):
         num = tokens_by_request(drive.step()).get("long", 0)
         seen += [(drive.clock(), num)] if num else []
-    assert [num for _, num in seen] == [MIN_CHUNK_TOKENS] * 2
+    assert [num for _, num in seen] == [STARVED_CHUNK_TOKENS] * 2
     assert seen[1][0] - seen[0][0] == pytest.approx(STARVATION_S, abs=0.06)
 
 
