@@ -20,6 +20,7 @@ FORGETTING = 0.98
 """Weight of an old step against the next one of the same kind: about the last 50 count."""
 MAX_RELATIVE_ERROR = 0.3
 """An error beyond this share of the step counts as this much: a descheduled core is not a slower machine."""
+MAX_CHUNK = 2**31
 NUM_SETTLED = 64
 LEARN_EVERY = 4
 """After NUM_SETTLED steps, one in so many decode steps is learned from: the others say the same, and learning takes as
@@ -86,10 +87,9 @@ class StepTimeModel:
         linear = c + d * (start + 0.5)
         if left <= 0:
             return 0
-        if d == 0:
-            return int(min(left / linear, 2**31)) if linear > 0 else 2**31
-        root = (math.sqrt(linear * linear + 2 * d * left) - linear) / d
-        return int(min(root, 2**31))
+        # the larger root of d/2 n^2 + linear n = left, in the form that stays exact as d goes to 0
+        below = math.sqrt(linear * linear + 2 * d * left) + linear
+        return int(min(2 * left / below, MAX_CHUNK)) if below > 0 else MAX_CHUNK
 
     def observe(self, load: StepLoad, run_s: float) -> None:
         """Learns from one step that took `run_s` seconds, or finds that it has nothing to teach."""

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from firstlight.scheduler import StepLoad, StepTimeModel
+from firstlight.scheduler.steptime import SCALES
 
 TRUE_S = (3e-3, 4e-4, 9e-4, 3e-8)
 
@@ -98,6 +99,13 @@ def test_steptime_zero_seconds_is_ignored() -> None:
     before = model.coefficients
     model.observe(StepLoad(rows=1, tokens=1, attended=1), 0.0)
     assert model.coefficients == before
+
+
+@pytest.mark.parametrize("attended_s", [0.0, 1e-22, 1e-18, 1e-14, 1e-10])
+def test_max_chunk_where_attention_costs_almost_nothing_follows_the_tokens(attended_s: float) -> None:
+    model = StepTimeModel()
+    model._theta = [c / s for c, s in zip((0.001, 0.001, 0.005, attended_s), SCALES, strict=True)]
+    assert model.max_chunk(StepLoad(), 1000, 0.2525) == 50
 
 
 @pytest.mark.parametrize("budget_s", [0.004, 0.02, 0.1, 1.0])
