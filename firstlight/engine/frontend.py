@@ -22,6 +22,7 @@ from firstlight.engine.load import EngineParts, load_parts
 from firstlight.engine.relay import LoopRelay
 from firstlight.errors import BackendError, OverloadedError, RequestError
 from firstlight.scheduler import Drafter
+from firstlight.text.params import check
 from firstlight.text.pipeline import TextPipeline
 from firstlight.text.template import ChatTemplate
 from firstlight.text.tokenizer import Tokenizer
@@ -228,6 +229,7 @@ class AsyncEngine:
         parts, core = self._started()
         if self._is_closing:
             raise OverloadedError("the engine is shutting down", retry_after_s=5.0, status=503)
+        check(params, parts.backend.info.vocab_size)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.tokenizer.eos_ids)
         max_tokens = params.max_tokens if params.max_tokens is not None else core.max_model_len

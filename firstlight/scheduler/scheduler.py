@@ -347,9 +347,9 @@ class Scheduler:
 
     def _absorb_samples(self, state: RequestState, drafts: list[int], num_known: int, got: RowResult) -> TokenEvent:
         """Appends what was sampled up to the first rejected draft, or to the request's end."""
-        sampled = self._forced(state, got.token_ids)
+        sampled = state.forced(got.token_ids)
         accepted = accept(drafts, sampled)
-        new, finish = self._cut_at_end(state, sampled[: accepted + 1])
+        new, finish = state.cut_at_end(sampled[: accepted + 1])
         state.tokens.extend(new)
         self._advance(state, num_known + len(new) - 1)
         self.stats.output_tokens += len(new)
@@ -364,25 +364,6 @@ class Scheduler:
             state.status = Status.DECODE
             self._decodes[state.id] = state
         return self._event(state, new, got)
-
-    def _forced(self, state: RequestState, sampled: list[int]) -> list[int]:
-        """The sampled ids, those replaced that the request came with."""
-        forced = state.request.forced_ids
-        at = state.num_output
-        if at >= len(forced):
-            return sampled
-        forced = forced[at : at + len(sampled)]
-        return [*forced, *sampled[len(forced) :]]
-
-    def _cut_at_end(self, state: RequestState, new: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the one that ends the request, and why it ends."""
-        stop_ids = state.request.stop_ids
-        for i, token in enumerate(new):
-            if token in stop_ids:
-                return new[: i + 1], FinishReason.STOP
-            if state.num_output + i + 1 >= state.max_tokens:
-                return new[: i + 1], FinishReason.LENGTH
-        return new, None
 
     def _end(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from firstlight.cache import BlockTable
-from firstlight.types import CoreRequest, RowSampling
+from firstlight.types import CoreRequest, FinishReason, RowSampling
 
 __all__ = ["RequestState", "Status"]
 
@@ -96,3 +96,20 @@ class RequestState:
             history=self.tokens if self.has_penalty else [],
             num_prompt=self.num_prompt,
         )
+
+    def forced(self, sampled: list[int]) -> list[int]:
+        """The sampled ids, those replaced that the request came with."""
+        forced, at = self.request.forced_ids, self.num_output
+        if at >= len(forced):
+            return sampled
+        forced = forced[at : at + len(sampled)]
+        return [*forced, *sampled[len(forced) :]]
+
+    def cut_at_end(self, new: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the one that ends the request, and why it ends."""
+        for i, token in enumerate(new):
+            if token in self.request.stop_ids:
+                return new[: i + 1], FinishReason.STOP
+            if self.num_output + i + 1 >= self.max_tokens:
+                return new[: i + 1], FinishReason.LENGTH
+        return new, None
