@@ -23,19 +23,33 @@ inline __m256 load8(const T* p) {
   }
 }
 
+// Memory to ask for while 16 keys are scored, two lines for every two dimensions: blocks lie scattered, which the
+// processor's own prefetcher cannot follow. Null pointers ask for nothing.
+struct Ahead {
+  const char* keys = nullptr;
+  const char* values = nullptr;
+};
+
 // Scores of R rows against 16 keys: k is [head_dim] steps of `stride`, qt is [head_dim][R].
-template <int R, typename T>
-inline void score16(const T* k, size_t stride, const float* qt, int dim, float* s) {
+template <int R, bool PREFETCH, typename T>
+inline void score16(const T* k, size_t stride, const float* qt, int dim, float* s, const Ahead& ahead) {
   __m256 acc[2 * R];
 #pragma GCC unroll 16
   for (int i = 0; i < 2 * R; ++i) acc[i] = _mm256_setzero_ps();
-  for (int d = 0; d < dim; ++d, k += stride, qt += R) {
-    const __m256 k0 = load8(k), k1 = load8(k + 8);
+  for (int d = 0; d < dim; d += 2) {
+    if constexpr (PREFETCH) {
+      _mm_prefetch(ahead.keys + 32 * d, _MM_HINT_T0);
+      _mm_prefetch(ahead.values + 32 * d, _MM_HINT_T0);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i, k += stride, qt += R) {
+      const __m256 k0 = load8(k), k1 = load8(k + 8);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m256 q = _mm256_broadcast_ss(qt + r);
-      acc[2 * r] = _mm256_fmadd_ps(q, k0, acc[2 * r]);
-      acc[2 * r + 1] = _mm256_fmadd_ps(q, k1, acc[2 * r + 1]);
+      for (int r = 0; r < R; ++r) {
+        const __m256 q = _mm256_broadcast_ss(qt + r);
+        acc[2 * r] = _mm256_fmadd_ps(q, k0, acc[2 * r]);
+        acc[2 * r + 1] = _mm256_fmadd_ps(q, k1, acc[2 * r + 1]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -120,19 +134,14 @@ struct Split {
   float* values32;  // [key][head_dim]
 };
 
-inline void prefetch_tile(const uint16_t* p, int bytes) {
-  for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p) + i, _MM_HINT_T0);
-}
-
-// Blocks lie scattered, which the processor's own prefetcher cannot follow: asks for the keys of two chunks on and for
-// the values of this one, which are read once all scores are there.
-inline void prefetch_ahead(const Split& s, int key, int num) {
-  const int dim = s.kv.head_dim, block_size = s.kv.block_size, at = s.begin + key;
-  const int block = s.query.block_table[at / block_size], slot = at % block_size;
-  prefetch_tile(s.kv.values(block, s.query.kv_head) + slot * dim, 32 * dim);
-  const int next = key + 32;
-  if (next >= num || (s.begin + next) % block_size != 0) return;
-  prefetch_tile(s.kv.keys(s.query.block_table[(s.begin + next) / block_size], s.query.kv_head), 2 * dim * block_size);
+// What to ask for while the 16 keys at `key` of the split are scored: the keys two chunks on, and this chunk's values,
+// which are read once all scores are there. Past the split's end it repeats what is at hand.
+inline Ahead ahead_of(const Split& s, int key, int num) {
+  const auto at = [&](int k) { return s.begin + (k < num ? k : key); };
+  const auto block = [&](int k) { return s.query.block_table[at(k) / s.kv.block_size]; };
+  const uint16_t* keys = s.kv.keys(block(key + 32), s.query.kv_head) + at(key + 32) % s.kv.block_size * s.kv.head_dim;
+  const uint16_t* values = s.kv.values(block(key), s.query.kv_head) + at(key) % s.kv.block_size * s.kv.head_dim;
+  return {reinterpret_cast<const char*>(keys), reinterpret_cast<const char*>(values)};
 }
 
 template <int R, bool CONVERTED>
@@ -165,12 +174,12 @@ void attend_rows(const Split& s, int row, float* result) {
   }
   for (int key = low; key < num; key += 16) {
     if constexpr (CONVERTED) {
-      score16<R>(s.keys32 + static_cast<size_t>(key) * static_cast<size_t>(dim), 16, s.qt, dim, s.scores + key);
+      score16<R, false>(s.keys32 + static_cast<size_t>(key) * static_cast<size_t>(dim), 16, s.qt, dim, s.scores + key,
+                        Ahead{});
     } else {
       const int at = s.begin + key;
-      prefetch_ahead(s, key, num);
       const uint16_t* k = s.kv.keys(s.query.block_table[at / block_size], s.query.kv_head) + at % block_size;
-      score16<R>(k, static_cast<size_t>(block_size), s.qt, dim, s.scores + key);
+      score16<R, true>(k, static_cast<size_t>(block_size), s.qt, dim, s.scores + key, ahead_of(s, key, num));
     }
   }
   for (int r = 0; r < R; ++r) {

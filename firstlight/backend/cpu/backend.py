@@ -42,6 +42,11 @@ SAMPLES_PER_ROW = 2
 """Sampled positions set aside per row of a step: drafts need more than one."""
 
 
+_Ints = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float32]
+_NativeInputs = tuple[_Ints, _Ints, _Ints, _Ints, _Floats, _Ints, npt.NDArray[np.uint64], _Ints, _Floats, _Ints]
+
+
 def num_cores() -> int:
     """Physical cores this process may run on: siblings of one core count once. Source: /sys/devices/system/cpu."""
     allowed = os.sched_getaffinity(0)
@@ -130,6 +135,7 @@ class CpuBackend:
             max_model_len=max_model_len,
             max_step_tokens=config.max_step_tokens,
             max_step_rows=config.max_step_rows,
+            max_step_samples=self._max_samples,
             kv_bytes_per_block=self._runner.kv_bytes_per_block,
             weight_bytes=self._runner.weight_bytes,
             num_threads=num_threads,
@@ -312,7 +318,7 @@ class _StepArrays:
             self.seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
             self.histories += history
 
-    def native(self) -> tuple[npt.NDArray[np.generic], ...]:
+    def native(self) -> _NativeInputs:
         """The input arguments of Runner.run, in its order."""
         return (
             self._tokens,
