@@ -12,59 +12,19 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_checks.h"
 #include "math_scalar.h"
 #include "pack.h"
 #include "runner.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace firstlight {
 
 void bind_sampling(nb::module_& m);
+void bind_kernels(nb::module_& m);
 
 namespace {
-
-template <typename T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <typename T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
-
-void check_range(const char* name, long long value, long long low, long long high) {
-  if (value < low || value >= high) {
-    refuse("`" + std::string(name) + "` is " + std::to_string(value) + ", must be in [" + std::to_string(low) + ", " +
-           std::to_string(high) + ")");
-  }
-}
-
-LayoutKind kind_of(const std::string& name) {
-  if (name == "nibble") return LayoutKind::kNibble;
-  if (name == "byte") return LayoutKind::kByte;
-  if (name == "half") return LayoutKind::kHalf;
-  if (name == "bf16") return LayoutKind::kBf16;
-  if (name == "float") return LayoutKind::kFloat;
-  refuse("unknown weight layout `" + name + "`");
-}
-
-GatedKind gated_of(const std::string& name) {
-  if (name == "silu") return GatedKind::kSilu;
-  if (name == "gelu_tanh") return GatedKind::kGeluTanh;
-  if (name == "gelu") return GatedKind::kGelu;
-  refuse("unknown activation `" + name + "`");
-}
-
-Weight checked_weight(const std::string& kind, int rows, int cols, int group, bool has_min, bool scale_f32) {
-  Weight w{kind_of(kind), rows, cols, group, has_min, scale_f32, nullptr};
-  check_range("rows", rows, 1, 1 << 28);
-  check_range("cols", cols, 1, 1 << 28);
-  const bool is_quantised = w.kind == LayoutKind::kNibble || w.kind == LayoutKind::kByte;
-  if (is_quantised && cols % 32 != 0) refuse("`cols` must be a multiple of 32 for a quantised layout");
-  if (w.kind == LayoutKind::kNibble && group != 32) refuse("a nibble layout has groups of 32");
-  if (w.kind == LayoutKind::kByte && group != 16 && group != 32) refuse("a byte layout has groups of 16 or 32");
-  return w;
-}
 
 // A Runner and what Python may not get wrong while building it.
 class Core {
@@ -424,4 +384,5 @@ NB_MODULE(_native, m) {
         "out"_a);
   m.def("pack_floats", &pack_floats, "kind"_a, "rows"_a, "cols"_a, "values"_a, "out"_a);
   bind_sampling(m);
+  bind_kernels(m);
 }

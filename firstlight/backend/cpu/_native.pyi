@@ -1,4 +1,4 @@
-"""Types of the native module, which csrc/bindings*.cpp define. Arrays are C-contiguous; wrong shapes raise ValueError."""
+"""Types of the native module (csrc/bindings*.cpp). Arrays are C-contiguous; wrong shapes raise ValueError."""
 
 from typing import Any
 
@@ -107,4 +107,55 @@ def pack(
     out: Bytes,
 ) -> None: ...
 def pack_floats(*, kind: str, rows: int, cols: int, values: Bytes, out: Bytes) -> None: ...
+
+# Single kernels for tests, by kernel set ("scalar" or "avx2"); csrc/gemm.h, ops.h and attention.h say what each does.
+# `cache` is [num_blocks, elements of a block of KvView] float16 bits.
+
+KEYS_PER_SPLIT: int
+
+def kernel_activation_bytes(act: str, num_rows: int, cols: int) -> int: ...
+def kernel_quantise(kernels: str, act: str, x: Floats, out: Bytes) -> None: ...
+def kernel_gemm(
+    kernels: str,
+    kind: str,
+    rows: int,
+    cols: int,
+    group: int,
+    has_min: bool,
+    scale_f32: bool,
+    data: Bytes,
+    x: Floats,
+    *,
+    bias: Floats | None,
+    accumulate: bool,
+    y: Floats,
+    begin: int,
+    end: int,
+) -> None: ...
+def kernel_dequantise_row(
+    kind: str, rows: int, cols: int, group: int, has_min: bool, scale_f32: bool, data: Bytes, row: int, out: Floats
+) -> None: ...
+def kernel_rms_norm(kernels: str, x: Floats, weight: Floats, eps: float, out: Floats) -> None: ...
+def kernel_gated(kernels: str, kind: str, gate: Floats, up: Floats, out: Floats) -> None: ...
+def kernel_rope(kernels: str, x: Floats, rotary_dim: int, interleaved: bool, cos: Floats, sin: Floats) -> None: ...
+def kernel_soft_cap(kernels: str, x: Floats, cap: float) -> None: ...
+def kernel_write_kv(
+    kernels: str, cache: npt.NDArray[np.uint16], block_size: int, block: int, slot: int, k: Floats, v: Floats
+) -> None: ...
+def kernel_attend(
+    kernels: str,
+    cache: npt.NDArray[np.uint16],
+    num_kv_heads: int,
+    block_size: int,
+    q: Floats,
+    first: Ints,
+    limit: Ints,
+    table: Ints,
+    kv_head: int,
+    split: int,
+    soft_cap: float,
+    result: Floats,
+) -> None: ...
+def kernel_merge(kernels: str, running: Floats, part: Floats) -> None: ...
+def kernel_finish(running: Floats, out: Floats) -> None: ...
 def __getattr__(name: str) -> Any: ...
