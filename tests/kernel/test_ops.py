@@ -15,34 +15,8 @@ from tests.kernel.layouts import F32, F64, bits
 
 SEEDS = st.integers(0, 2**32 - 1)
 BOTH = pytest.mark.parametrize("kernels", ["scalar", "avx2"])
-ODD = np.array(
-    # fmt: off
-    [
-        0,
-        -0.0,
-        1e-45,
-        -1e-45,
-        1e-38,
-        -1e-39,
-        1,
-        -1,
-        87.3,
-        -87.3,
-        -87.4,
-        88,
-        89,
-        -104,
-        1e10,
-        -1e10,
-        3e38,
-        -3e38,
-        np.inf,
-        -np.inf,
-        np.nan,
-    ],
-    # fmt: on
-    np.float32,
-)
+BOUNDS = [1, 87.3, 87.4, 88, 89, 104, 1e10, 3e38, np.inf, 1e-38, 1e-45, 0]
+ODD = np.array([*BOUNDS, *(-bound for bound in BOUNDS), -0.0, np.nan], np.float32)
 
 
 def rms_norm(kernels: str, x: F32, weight: F32, eps: float) -> F32:
