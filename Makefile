@@ -27,7 +27,7 @@ DEV := .venv/.dev
 # Once the developer's environment exists it serves too; the smaller one is not installed over it.
 INSTALLED := $(if $(wildcard $(DEV)),$(DEV),$(RUNTIME))
 
-.PHONY: help serve pull test lint format types bench oracle docs clean distclean
+.PHONY: help serve pull test sanitize lint format types bench oracle docs clean distclean
 
 help: ## this list
 	@echo "firstlight: make TARGET [NAME=value ...]"
@@ -42,6 +42,17 @@ pull: $(INSTALLED) ## fetch the model (MODEL=smollm2-135m)
 test: lint types ## lint, types, and every test this machine can run (PYTEST_ARGS="-k exact")
 	@$(BIN)/firstlight pull smollm2-135m
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The sanitizers' library must come first in the process, and with it the one it intercepts exceptions of. Python's own
+# allocations are never freed at exit, so leaks are not looked for.
+sanitize: $(DEV) ## the kernels' tests over a build with address and undefined-behaviour sanitizers
+	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFIRSTLIGHT_SANITIZE=ON \
+	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -DPython_EXECUTABLE="$(abspath $(BIN))/python" > build/sanitize.log
+	@$(BIN)/cmake --build build/sanitize
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  FIRSTLIGHT_NATIVE="$$(echo build/sanitize/_native.*.so)" \
+	  $(BIN)/python -m pytest -p tests.kernel.native_build tests/kernel $(PYTEST_ARGS)
 
 lint: $(DEV) ## ruff and clang-format, changing nothing
 	@$(BIN)/ruff check .

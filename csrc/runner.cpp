@@ -12,9 +12,12 @@
 namespace firstlight {
 namespace {
 
-constexpr int kPrivateRows = 2;             // up to this many rows every member prepares the input for itself
-constexpr int kSplitTokens = 8;             // rows with at most this many tokens attend one split per unit
-constexpr int kTileQueries = 48;            // query rows (tokens x heads per KV head) in a tile that walks all splits
+constexpr int kPrivateRows = 2;   // up to this many rows every member prepares the input for itself
+constexpr int kSplitTokens = 8;   // rows with at most this many tokens attend one split per unit
+constexpr int kTileQueries = 48;  // query rows (tokens x heads per KV head) in a tile that walks all splits,
+constexpr int kLongTileQueries =
+    96;  // or, where there are tiles enough for all threads, the most that stay in the L2 cache
+constexpr int kLongRowTokens = 256;
 constexpr size_t kChunkBytes = 16 << 10;    // weight bytes worth taking a chunk for, when memory is the limit
 constexpr int64_t kChunkMacs = 3'000'000;   // about 30 us of arithmetic, when arithmetic is
 constexpr size_t kIdlePrefetch = 48 << 10;  // bytes of the next weight each member asks for while it waits
@@ -199,7 +202,7 @@ void Runner::finish(int logits) {
   scratch_bytes_ += shared;
 
   const int heads = config_.num_heads / config_.num_kv_heads;
-  const size_t queries = static_cast<size_t>(std::max(kTileQueries, kSplitTokens * heads));
+  const size_t queries = static_cast<size_t>(std::max({kLongTileQueries, kSplitTokens * heads}));
   const size_t result = queries * split_result_floats(config_.head_dim) * sizeof(float);
   for (int i = 0; i < std::max(1, config_.num_threads); ++i) {
     auto m = std::make_unique<Member>();
@@ -431,7 +434,6 @@ void Runner::plan_attention(const Step& step) {
   unit_result_.clear();
   merge_left_.clear();
   const int heads = config_.num_heads / config_.num_kv_heads;
-  const int tile = std::max(1, kTileQueries / heads);
   const size_t row_floats = split_result_floats(config_.head_dim);
   size_t partial_floats = 0;
   for (int r = 0; r < step.num_rows; ++r) {
@@ -446,6 +448,7 @@ void Runner::plan_attention(const Step& step) {
       }
       merge_left_.push_back(splits);
     } else {
+      const int tile = std::max(1, (row.num_tokens >= kLongRowTokens ? kLongTileQueries : kTileQueries) / heads);
       for (int first = (row.num_tokens - 1) / tile * tile; first >= 0; first -= tile) {
         units_.push_back({r, first, std::min(tile, row.num_tokens - first), -1});
         unit_group_.push_back(-1);
