@@ -137,8 +137,8 @@ void quantise(const float* x, const Activations& a, int row) {
     int sum[2] = {0, 0};
     for (int k = 0; k < 32; ++k) {
       const float scaled = x[k] * id;
-      const int v = scaled >= -top && scaled <= top + 0.25f ? static_cast<int>(std::nearbyintf(scaled))
-                                                            : -static_cast<int>(top) - 1;
+      const int v =
+          std::fabs(scaled) <= top + 0.25f ? static_cast<int>(std::nearbyintf(scaled)) : -static_cast<int>(top) - 1;
       sum[k / 16] += v;
       if (a.kind == ActKind::kInt8) {
         (static_cast<int8_t*>(a.q) + base)[(g * size + t) * 32 + k] = static_cast<int8_t>(v);
