@@ -37,7 +37,7 @@ def shape(architecture: str = "llama", **sizes: Any) -> TinyShape:
     return TinyShape(architecture=architecture, context=CONTEXT, **sizes)
 
 
-FLOAT_RECIPES = {
+RECIPES = {
     "llama": Recipe(shape(), FLOATS[2:]),
     "llama-untied-half": Recipe(shape(tied=False, heads=6, kv_heads=1, head_dim=48), FLOATS[:1]),
     "qwen2-biases": Recipe(shape("qwen2", qkv_bias=True), FLOATS[1:2]),
@@ -49,14 +49,11 @@ FLOAT_RECIPES = {
         FLOATS,
         {"attn_softcap": 5.0, "logit_softcap": 3.0, "activation": "gelu", "windows": (150, 0), "embed_scale": 2.5},
     ),
-}
-QUANTISED_RECIPES = {
     "llama-nibble": Recipe(shape(tied=False), NIBBLES),
     "qwen3-byte": Recipe(shape("qwen3", head_dim=32), BYTES),
     "llama-mixed": Recipe(shape(qkv_bias=True, other_bias=True, layers=3, ffn=160), VARIANTS),
     "gemma3-mixed": Recipe(shape("gemma3", window=33, layers=7, heads=8, kv_heads=1), VARIANTS[::-1]),
 }
-RECIPES = FLOAT_RECIPES | QUANTISED_RECIPES
 
 
 def build(recipe: Recipe, folder: Path) -> LoadedModel:
