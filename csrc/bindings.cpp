@@ -88,6 +88,7 @@ class Core {
 
   void add_embed(int out, int weight, float scale) {
     need_width(out, weight_at(weight).second);
+    need_sampled(out, false);
     if (weight_at(weight).first < runner_->config().vocab_size)
       refuse("the embedding has fewer rows than the vocabulary");
     runner_->add_embed(out, weight, scale);
@@ -95,7 +96,7 @@ class Core {
   void add_norm(int x, int out, int weight, float eps, int group) {
     check_range("group", group, 1, width(x) + 1);
     if (width(x) % group != 0) refuse("`group` must divide the width");
-    need_width(out, width(x));
+    need_like(out, x);
     need_constant(weight, group);
     runner_->add_norm(x, out, weight, eps, group);
   }
@@ -110,7 +111,7 @@ class Core {
     } else if (input == "gated") {
       kind = InputKind::kGated;
       act = gated_of(gated);
-      need_width(second, w);
+      need_like(second, x);
     } else if (input != "plain") {
       refuse("unknown input kind `" + input + "`");
     }
@@ -121,6 +122,7 @@ class Core {
       if (cols != w)
         refuse("weight has " + std::to_string(cols) + " columns, its input is " + std::to_string(w) + " wide");
       need_width(buffer, rows);
+      need_sampled(buffer, is_sampled(x));
       if (bias >= 0) need_constant(bias, rows);
       if (buffer == x || (kind == InputKind::kGated && buffer == second))
         refuse("a linear op may not write its own input");
@@ -133,6 +135,7 @@ class Core {
     need_width(q, c.num_heads * c.head_dim);
     need_width(k, c.num_kv_heads * c.head_dim);
     need_width(v, c.num_kv_heads * c.head_dim);
+    for (int buffer : {q, k, v}) need_sampled(buffer, false);
     check_range("layer", layer, 0, c.num_layers);
     if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > c.head_dim)
       refuse("`rotary_dim` must be even and at most head_dim");
@@ -142,19 +145,20 @@ class Core {
   void add_attention(int q, int out, int layer, float scale, int window, float soft_cap) {
     const auto& c = runner_->config();
     need_width(q, c.num_heads * c.head_dim);
-    need_width(out, c.num_heads * c.head_dim);
+    need_like(out, q);
+    need_sampled(q, false);
     check_range("layer", layer, 0, c.num_layers);
     check_range("window", window, 0, 1 << 28);
     runner_->add_attention(q, out, layer, scale, window, soft_cap);
   }
   void add_gated(const std::string& kind, int gate, int up, int out) {
-    need_width(up, width(gate));
-    need_width(out, width(gate));
+    need_like(up, gate);
+    need_like(out, gate);
     runner_->add_gated(gated_of(kind), gate, up, out);
   }
   void add_add(int x, int y, int out) {
-    need_width(y, width(x));
-    need_width(out, width(x));
+    need_like(y, x);
+    need_like(out, x);
     runner_->add_add(x, y, out);
   }
   void add_soft_cap(int x, float cap) {
@@ -163,13 +167,14 @@ class Core {
   }
   void add_gather(int x, int out) {
     need_width(out, width(x));
-    if (!sampled_[static_cast<size_t>(out)]) refuse("gather must write a sampled buffer");
+    need_sampled(x, false);
+    need_sampled(out, true);
     runner_->add_gather(x, out);
   }
   void finish(int logits) {
     building();
     need_width(logits, runner_->config().vocab_size);
-    if (!sampled_[static_cast<size_t>(logits)]) refuse("the logits must be a sampled buffer");
+    need_sampled(logits, true);
     is_finished_ = true;
     nb::gil_scoped_release released;
     runner_->finish(logits);
@@ -303,6 +308,17 @@ class Core {
     if (width(buffer) != expected)
       refuse("buffer is " + std::to_string(width(buffer)) + " wide, must be " + std::to_string(expected));
   }
+  // A sampled buffer has max_samples rows, any other max_tokens: an op may not run over both kinds.
+  bool is_sampled(int buffer) const { return width(buffer) > 0 && sampled_[static_cast<size_t>(buffer)]; }
+  void need_sampled(int buffer, bool expected) const {
+    if (is_sampled(buffer) != expected) {
+      refuse("buffer " + std::to_string(buffer) + (expected ? " must be" : " must not be") + " a sampled buffer");
+    }
+  }
+  void need_like(int buffer, int other) const {
+    need_width(buffer, width(other));
+    need_sampled(buffer, is_sampled(other));
+  }
   void need_constant(int index, int expected) const {
     check_range("constant", index, 0, static_cast<long long>(constants_.size()));
     if (constants_[static_cast<size_t>(index)] != expected) refuse("a constant has the wrong length");
@@ -368,10 +384,11 @@ NB_MODULE(_native, m) {
       .def("add_gather", &Core::add_gather)
       .def("finish", &Core::finish)
       .def("run", &Core::run, "tokens"_a, "positions"_a, "rows"_a, "tables"_a, "sample_floats"_a, "sample_ints"_a,
-           "seeds"_a, "bias_ids"_a, "bias_values"_a, "histories"_a, "out_tokens"_a, "out_logprobs"_a, "top_ids"_a,
-           "top_logprobs"_a, "logits"_a.none())
+           "seeds"_a, "bias_ids"_a, "bias_values"_a, "histories"_a, "out_tokens"_a.noconvert(),
+           "out_logprobs"_a.noconvert(), "top_ids"_a.noconvert(), "top_logprobs"_a.noconvert(),
+           "logits"_a.noconvert().none())
       .def("copy_block", &Core::copy_block)
-      .def("read_block", &Core::read_block)
+      .def("read_block", &Core::read_block, "block"_a, "out"_a.noconvert())
       .def("write_block", &Core::write_block)
       .def("set_tracing", [](Core& c, bool on) { c.runner().set_tracing(on); })
       .def("op_times", [](Core& c) { return c.runner().op_times(); })
@@ -381,8 +398,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("scratch_bytes", [](Core& c) { return c.runner().scratch_bytes(); })
       .def_prop_ro("solo_runs", [](Core& c) { return c.runner().solo_runs(); });
   m.def("pack", &pack, "kind"_a, "group"_a, "has_min"_a, "scale_f32"_a, "codes"_a, "scales"_a, "mins"_a.none(),
-        "out"_a);
-  m.def("pack_floats", &pack_floats, "kind"_a, "rows"_a, "cols"_a, "values"_a, "out"_a);
+        "out"_a.noconvert());
+  m.def("pack_floats", &pack_floats, "kind"_a, "rows"_a, "cols"_a, "values"_a, "out"_a.noconvert());
   bind_sampling(m);
   bind_kernels(m);
 }

@@ -168,9 +168,12 @@ class CpuBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step. Raises BackendError when the plan breaks a limit of `info`."""
         started = time.perf_counter()
-        for source, destination in plan.copy_blocks:
-            self._runner.copy_block(source, destination)
-        rows = self._run_rows(plan.rows) if plan.rows else []
+        try:
+            for source, destination in plan.copy_blocks:
+                self._runner.copy_block(source, destination)
+            rows = self._run_rows(plan.rows) if plan.rows else []
+        except (ValueError, TypeError, OverflowError) as error:
+            raise BackendError(f"the step plan breaks a limit of the backend: {error}") from error
         return StepResult(
             step_id=plan.step_id,
             rows=rows,
@@ -191,10 +194,7 @@ class CpuBackend:
         top_logprobs = np.empty((num_samples, arrays.num_top), np.float32)
         wants_logits = any(row.return_logits for row in rows)
         logits = np.empty((num_samples, self.info.vocab_size), np.float32) if wants_logits else None
-        try:
-            self._runner.run(*arrays.native(), out_tokens, out_logprobs, top_ids, top_logprobs, logits)
-        except ValueError as error:
-            raise BackendError(f"the step plan breaks a limit of the backend: {error}") from error
+        self._runner.run(*arrays.native(), out_tokens, out_logprobs, top_ids, top_logprobs, logits)
         results = []
         at = 0
         tokens = out_tokens.tolist()
@@ -292,6 +292,10 @@ class _StepArrays:
         num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_top = max(self.num_top, num_logprobs)
         for j, at in enumerate(row.sample_at):
+            if not 0 <= at < len(row.token_ids):
+                raise BackendError(
+                    f"row `{row.request_id}` samples after token {at}, it has {len(row.token_ids)} tokens"
+                )
             history = sampling.history
             if history and j:  # later positions have also seen the row's tokens up to their own
                 history = history + row.token_ids[row.sample_at[0] + 1 : at + 1]

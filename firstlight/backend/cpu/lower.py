@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firstlight.errors import BackendError
 from firstlight.models.program import (
     Add,
     Attention,
@@ -43,7 +44,11 @@ Phase = LinearPhase | Embed | Norm | RopeKV | Attention | GatedAct | Add | SoftC
 
 
 def lower(program: Program) -> list[Phase]:
-    """The phases, in order."""
+    """The phases, in order.
+
+    Raises:
+        BackendError: a linear op writes the buffer it reads, which no kernel can do.
+    """
     ops = program.ops
     phases: list[Phase] = []
     i = 0
@@ -57,14 +62,19 @@ def lower(program: Program) -> list[Phase]:
             linears = []
         if isinstance(op, GatedAct) and not _feeds_only(ops, op.out, first, linears):
             linears = []
+        inputs = _reads(op)  # of the phase that would begin here, `x` first
+        if any(linear.out in inputs for linear in linears):
+            if isinstance(op, Linear):
+                raise BackendError(f"linear op `{op.weight}` or one beside it writes its own input `{op.x}`")
+            linears = []  # outputs are written while other threads still read the inputs
         if not linears:
             phases.append(_single(op))
             i += 1
             continue
-        x = op.x if isinstance(op, Norm) else op.gate if isinstance(op, GatedAct) else linears[0].x
+        x = inputs[0]
         after = first + len(linears)
         outputs = tuple((linear, linear.out, False) for linear in linears)
-        target = _residual_target(ops, after, linears, {x, op.up} if isinstance(op, GatedAct) else {x})
+        target = _residual_target(ops, after, linears, inputs)
         if target is not None:
             outputs = ((linears[0], target, True),)
             after += 1
@@ -115,7 +125,7 @@ def _is_dead(ops: tuple[Op, ...], name: str, start: int) -> bool:
     return name != "logits"
 
 
-def _residual_target(ops: tuple[Op, ...], at: int, linears: list[Linear], inputs: set[str]) -> str | None:
+def _residual_target(ops: tuple[Op, ...], at: int, linears: list[Linear], inputs: tuple[str, ...]) -> str | None:
     """The buffer that a single linear's output is added to right after it, when nothing else needs that output."""
     add = ops[at] if at < len(ops) else None
     if len(linears) != 1 or not isinstance(add, Add) or add.out in inputs:
