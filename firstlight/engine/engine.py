@@ -113,10 +113,25 @@ class Engine:
         encoders = [partial(self._engine.encode_prompt, prompt) for prompt in many]
         return self._run(self._answer_all(encoders, each, options))
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> list[Completion]:
-        """Whole answers (`params.n` of them) to a conversation. Raises RequestError."""
-        encoders = [partial(self._engine.encode_chat, messages)]
-        return self._run(self._answer_all(encoders, [params or SamplingParams()], options))
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Whole answers to a conversation, or to several at once; with `n` > 1 the choices of one follow each other.
+
+        Args:
+            messages: a list of messages, or a list of such lists.
+            params, options: as in `generate`.
+
+        Raises:
+            RequestError: a message or a parameter cannot be served; nothing of the call goes on running.
+        """
+        is_one = not messages or not all(isinstance(item, list) for item in messages)
+        many = [cast(Messages, messages)] if is_one else list(cast(Sequence[Messages], messages))
+        encoders = [partial(self._engine.encode_chat, conversation) for conversation in many]
+        return self._run(self._answer_all(encoders, _per_prompt(params, len(many)), options))
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any

@@ -185,7 +185,7 @@ class AsyncEngine:
         """Token ids of a conversation through the model's chat template.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, or it or we refuse the messages.
         """
         template, tokenizer = self._started()[0].chat_template, self.tokenizer
         if template is None:
@@ -194,7 +194,7 @@ class AsyncEngine:
         def encode() -> list[int]:
             return tokenizer.encode_rendered(template.render(messages, tools=tools, **template_args))
 
-        size = sum(len(str(message.get("content", ""))) for message in messages)
+        size = sum(len(str(message.get("content", ""))) for message in messages if isinstance(message, dict))
         return await asyncio.to_thread(encode) if tools or size > LARGE_TEXT_CHARS else encode()
 
     def decode(self, ids: Sequence[int]) -> str:

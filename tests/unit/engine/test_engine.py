@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,18 @@ def test_chat_and_stream_of_messages_agree(engine: Engine) -> None:
     messages = [{"role": "user", "content": "hi"}]
     (whole,) = engine.chat(messages, GREEDY)
     assert "".join(delta.text for delta in engine.stream(messages, GREEDY)) == whole.text
+
+
+def test_chat_over_several_conversations_answers_in_their_order(engine: Engine) -> None:
+    several = [[{"role": "user", "content": text}] for text in ("hi", "who", "and then")]
+    alone = [engine.chat(messages, GREEDY)[0].text for messages in several]
+    assert [answer.text for answer in engine.chat(several, GREEDY)] == alone
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], [[]], [{"role": "user"}, []], [{"role": "nobody"}]])
+def test_chat_refuses_what_is_no_conversation(engine: Engine, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        engine.chat(messages, GREEDY)
 
 
 def test_generate_from_many_threads_answers_each_its_own(engine: Engine) -> None:
