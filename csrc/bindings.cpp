@@ -184,10 +184,14 @@ class Core {
   // sample_floats: [num_samples, 6] temperature, top_p, min_p, presence, frequency, repetition.
   // sample_ints: [num_samples, 9] token, top_k, output_index, num_logprobs, num_prompt, bias begin, count, history
   // begin, count.
+  // masks: [num_masks, mask_words(vocab)]; sample_masks: [num_samples] row of `masks`, -1 for none; mask_ready:
+  // [num_masks], 0 while another thread still fills that row.
   void run(In<int32_t, 1> tokens, In<int32_t, 1> positions, In<int32_t, 2> rows, In<int32_t, 1> tables,
            In<float, 2> sample_floats, In<int32_t, 2> sample_ints, In<uint64_t, 1> seeds, In<int32_t, 1> bias_ids,
            In<float, 1> bias_values, In<int32_t, 1> histories, Out<int32_t, 1> out_tokens, Out<float, 1> out_logprobs,
-           Out<int32_t, 2> top_ids, Out<float, 2> top_logprobs, std::optional<Out<float, 2>> logits) {
+           Out<int32_t, 2> top_ids, Out<float, 2> top_logprobs, std::optional<Out<float, 2>> logits,
+           std::optional<In<uint32_t, 2>> masks, std::optional<In<int32_t, 1>> sample_masks,
+           std::optional<In<int32_t, 1>> mask_ready) {
     if (!is_finished_) refuse("run() before finish()");
     const auto& c = runner_->config();
     const size_t num_tokens = tokens.shape(0), num_rows = rows.shape(0), num_samples = sample_ints.shape(0);
@@ -202,6 +206,13 @@ class Core {
     }
     if (logits && (logits->shape(0) != num_samples || logits->shape(1) != static_cast<size_t>(c.vocab_size))) {
       refuse("`logits` must be [num_samples, vocab]");
+    }
+    if (masks.has_value() != sample_masks.has_value() || masks.has_value() != mask_ready.has_value()) {
+      refuse("`masks`, `sample_masks` and `mask_ready` go together");
+    }
+    if (masks && (masks->shape(1) != static_cast<size_t>(mask_words(c.vocab_size)) ||
+                  mask_ready->shape(0) != masks->shape(0) || sample_masks->shape(0) != num_samples)) {
+      refuse("a mask array has the wrong shape");
     }
     std::vector<StepRow> step_rows(num_rows);
     int next = 0;
@@ -254,7 +265,10 @@ class Core {
       p.num_history = n[8];
       results[i].top_ids = top_ids.data() + i * num_top;
       results[i].top_logprobs = top_logprobs.data() + i * num_top;
-      samples[i] = {n[0], &p, &results[i]};
+      const int32_t mask = masks ? sample_masks->data()[i] : -1;
+      check_range("mask", mask, -1, masks ? static_cast<long long>(masks->shape(0)) : 0);
+      if (mask >= 0) p.mask = masks->data() + static_cast<size_t>(mask) * masks->shape(1);
+      samples[i] = {n[0], &p, &results[i], mask >= 0 ? mask_ready->data() + mask : nullptr};
     }
     Step step{};
     step.token_ids = tokens.data();
@@ -386,7 +400,8 @@ NB_MODULE(_native, m) {
       .def("run", &Core::run, "tokens"_a, "positions"_a, "rows"_a, "tables"_a, "sample_floats"_a, "sample_ints"_a,
            "seeds"_a, "bias_ids"_a, "bias_values"_a, "histories"_a, "out_tokens"_a.noconvert(),
            "out_logprobs"_a.noconvert(), "top_ids"_a.noconvert(), "top_logprobs"_a.noconvert(),
-           "logits"_a.noconvert().none())
+           "logits"_a.noconvert().none(), "masks"_a.noconvert().none() = nb::none(),
+           "sample_masks"_a.noconvert().none() = nb::none(), "mask_ready"_a.noconvert().none() = nb::none())
       .def("copy_block", &Core::copy_block)
       .def("read_block", &Core::read_block, "block"_a, "out"_a.noconvert())
       .def("write_block", &Core::write_block)

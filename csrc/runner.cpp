@@ -3,8 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "math_scalar.h"
@@ -21,6 +24,7 @@ constexpr int kLongRowTokens = 256;
 constexpr size_t kChunkBytes = 16 << 10;    // weight bytes worth taking a chunk for, when memory is the limit
 constexpr int64_t kChunkMacs = 3'000'000;   // about 30 us of arithmetic, when arithmetic is
 constexpr size_t kIdlePrefetch = 48 << 10;  // bytes of the next weight each member asks for while it waits
+constexpr int kMaskWaitS = 30;              // far above what filling a mask may take
 constexpr const char* kOpNames[] = {"embed", "norm", "linear",   "rope_kv", "attention",
                                     "gated", "add",  "soft_cap", "gather",  "sample"};
 
@@ -229,7 +233,11 @@ void Runner::run(const Step& step) {
   for (int i = 0; i < num_counters_; ++i) counters_[static_cast<size_t>(i)].value.store(0, std::memory_order_relaxed);
   plan_attention(step);
   if (is_tracing_) std::fill(std::begin(op_seconds_), std::end(op_seconds_), 0.0);
+  mask_is_late_.store(false, std::memory_order_relaxed);
   team_->run([&](int member) { execute(member, step); });
+  if (mask_is_late_.load(std::memory_order_relaxed)) {
+    throw std::runtime_error("a mask was not ready " + std::to_string(kMaskWaitS) + " s after its logits");
+  }
 }
 
 void Runner::barrier(int member, const Op* next) {
@@ -552,8 +560,22 @@ void Runner::sample(const Step& step, int member) {
     float* logits = buffers_[static_cast<size_t>(logits_)].row(i);
     if (step.logits_out) std::memcpy(step.logits_out + static_cast<size_t>(i) * vocab, logits, vocab * sizeof(float));
     const SampledPosition& s = step.samples[i];
+    if (s.params->mask != nullptr && !await_mask(s)) continue;
     sample_row(logits, config_.vocab_size, *s.params, *s.result, *own.sampling);
   }
+}
+
+// A mask is nearly always there long before the logits are. Where it is not, whoever fills it needs a core: sleep.
+bool Runner::await_mask(const SampledPosition& sample) {
+  const auto is_ready = [&] { return __atomic_load_n(sample.mask_ready, __ATOMIC_ACQUIRE) != 0; };
+  if (is_ready()) return true;
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(kMaskWaitS);
+  while (!mask_is_late_.load(std::memory_order_relaxed)) {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (is_ready()) return true;
+    if (std::chrono::steady_clock::now() > give_up) mask_is_late_.store(true, std::memory_order_relaxed);
+  }
+  return false;
 }
 
 // ---------------------------------------------------------------- KV blocks

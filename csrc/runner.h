@@ -62,6 +62,7 @@ struct SampledPosition {
   int token;  // index of the token after which to sample
   const SampleParams* params;
   SampleResult* result;
+  const int32_t* mask_ready;  // where params->mask is set: another thread fills the mask, then stores 1 here
 };
 
 struct Step {
@@ -107,6 +108,7 @@ class Runner {
   // After the last op: `logits` is the buffer that holds [num_samples, vocab].
   void finish(int logits);
 
+  // Throws std::runtime_error when a mask was not ready kMaskWaitS seconds after its logits were.
   void run(const Step& step);
 
   size_t kv_bytes_per_block() const;
@@ -169,6 +171,7 @@ class Runner {
   void attend_unit(const Op& op, const Step& step, const AttentionUnit& unit, int unit_index, int kv_head, Member& own);
   void plan_attention(const Step& step);
   void sample(const Step& step, int member);
+  bool await_mask(const SampledPosition& sample);
   void rows_in_parallel(const Op& op, const Step& step, int member);
   void barrier(int member, const Op* next);
   int take(int counter, int chunk) {
@@ -208,6 +211,7 @@ class Runner {
   size_t weight_bytes_ = 0, scratch_bytes_ = 0, arena_used_ = 0;
   int logits_ = -1;
   bool is_tracing_ = false;
+  std::atomic<bool> mask_is_late_{false};
   double op_seconds_[10] = {};
 };
 

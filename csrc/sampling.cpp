@@ -206,6 +206,31 @@ void fill_top(const Row& row, float max, float log_total, SampleResult& result) 
   std::fill(result.top_logprobs + wanted, result.top_logprobs + row.params.num_logprobs, kNegInf);
 }
 
+// Copies the row into the scratch, -inf for every id outside the mask. Whole words, which most are, go in one piece.
+float* masked_row(const float* logits, int32_t vocab, const uint32_t* mask, SampleScratch& scratch) {
+  float* out = scratch.masked.get();
+  for (int32_t start = 0; start < vocab; start += 32) {
+    const int32_t count = std::min(32, vocab - start);
+    const uint32_t word = mask[start / 32];
+    if (word == 0) {
+      std::fill_n(out + start, count, kNegInf);
+    } else if (word == 0xFFFFFFFFu) {
+      std::copy_n(logits + start, count, out + start);
+    } else {
+      for (int32_t i = 0; i < count; ++i) out[start + i] = (word >> i & 1u) != 0 ? logits[start + i] : kNegInf;
+    }
+  }
+  return out;
+}
+
+// The lowest id of a mask; 0 for an empty one.
+int32_t first_allowed(const uint32_t* mask, int32_t vocab) {
+  for (int32_t id = 0; id < vocab; ++id) {
+    if ((mask[id / 32] >> (id % 32) & 1u) != 0) return id;
+  }
+  return 0;
+}
+
 bool has_penalty(const SampleParams& p) { return p.repetition != 1.0f || p.presence != 0.0f || p.frequency != 0.0f; }
 
 // Adds biases and penalties to the row. Returns how many logits it changed; their old values are in the scratch.
@@ -250,7 +275,7 @@ void sample(const Passes& passes, float* logits, int32_t vocab, const SamplePara
   const Row row{passes, logits, vocab, params, scratch};
   const bool has_logprobs = params.num_logprobs >= 0;
   const bool is_adjusted = params.num_bias > 0 || (has_penalty(params) && params.num_history > 0);
-  float max = has_logprobs || !is_adjusted ? row_max(row) : kNegInf;
+  float max = has_logprobs || (!is_adjusted && params.mask == nullptr) ? row_max(row) : kNegInf;
   const float raw_max = max;
   float log_total = 0.0f;
   if (has_logprobs && max > kNegInf) {
@@ -258,10 +283,17 @@ void sample(const Passes& passes, float* logits, int32_t vocab, const SamplePara
   }
   if (params.num_logprobs > 0) fill_top(row, max, log_total, result);
 
-  const int32_t num_touched = is_adjusted ? adjust(row) : 0;
-  if (num_touched > 0 || (is_adjusted && !has_logprobs)) max = row_max(row);
-  result.token = choose(row, max);
-  for (int32_t i = 0; i < num_touched; ++i) logits[scratch.touched[i]] = scratch.original[i];
+  if (params.mask != nullptr) {
+    const Row masked{passes, masked_row(logits, vocab, params.mask, scratch), vocab, params, scratch};
+    if (is_adjusted) adjust(masked);
+    max = row_max(masked);
+    result.token = max > kNegInf ? choose(masked, max) : first_allowed(params.mask, vocab);
+  } else {
+    const int32_t num_touched = is_adjusted ? adjust(row) : 0;
+    if (num_touched > 0 || (is_adjusted && !has_logprobs)) max = row_max(row);
+    result.token = choose(row, max);
+    for (int32_t i = 0; i < num_touched; ++i) logits[scratch.touched[i]] = scratch.original[i];
+  }
 
   result.logprob = std::numeric_limits<float>::quiet_NaN();
   if (has_logprobs) {
@@ -288,7 +320,8 @@ SampleScratch::SampleScratch(int32_t vocab)
       chosen(new int32_t[with_slack(vocab)]),
       count(static_cast<int32_t*>(std::calloc(with_slack(vocab), sizeof(int32_t))), std::free),
       touched(new int32_t[with_slack(vocab)]),
-      original(new float[with_slack(vocab)]) {
+      original(new float[with_slack(vocab)]),
+      masked(new float[with_slack(vocab)]) {
   if (!count) throw std::bad_alloc();
 }
 

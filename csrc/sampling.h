@@ -4,6 +4,7 @@
 //   1. clean        NaN reads as -inf, +inf as the largest float. Whatever leaves the float range later is cleaned
 //   again.
 //   2. logprobs     natural log of softmax of the row as given, before any of the steps below.
+//   2a. mask        an id whose bit is not set reads as -inf from here on.
 //   3. logit_bias   added; an id listed twice gets both.
 //   4. repetition   every id of `history`, once: a positive logit is divided by it, any other multiplied.
 //   5. presence, frequency   ids of history[num_prompt:]: logit - (presence + frequency * count).
@@ -19,7 +20,9 @@
 // output_index). It is a function of (seed, output_index, id) alone, so a drafter with the same seed agrees often. u
 // steps by 2^-32: g ends at 22.87, so a token less likely than about 1e-10 is less likely still.
 //
-// A row with no finite logit gives token 0; its logprob, and each rival's, is -inf when the row as given had none.
+// A row with no finite logit gives token 0, or with a mask the lowest id of the mask; its logprob, and each rival's, is
+// -inf when the row as given had none. A masked row is worked on in a copy: the mask costs one pass, and a row without
+// one takes the very road it took before there were masks.
 //
 // The AVX2 path and the scalar path give the same token and the same bits of every logprob: both use the polynomials
 // and the order of operations in sampling_passes.h. Sums over the row run in 32 lanes (lane = id % 32), over chunks of
@@ -48,7 +51,10 @@ struct SampleParams {
   const int32_t* history = nullptr;  // read only when a penalty is on
   int32_t num_history = 0;
   int32_t num_prompt = 0;
+  const uint32_t* mask = nullptr;  // [mask_words(vocab)]: bit id % 32 of word id / 32 is set for an allowed id
 };
+
+constexpr int32_t mask_words(int32_t vocab) { return (vocab + 31) / 32; }
 
 // `logprob` is NaN when num_logprobs is -1. `top_ids` and `top_logprobs` are the caller's, num_logprobs entries each,
 // best first (equal logits: lower id first); entries past the vocabulary get id -1 and -inf.
@@ -59,7 +65,7 @@ struct SampleResult {
   float* top_logprobs = nullptr;
 };
 
-// Working memory for rows of up to `max_vocab` logits: one per thread that samples, made once. 28 bytes per id, of
+// Working memory for rows of up to `max_vocab` logits: one per thread that samples, made once. 32 bytes per id, of
 // which a page is touched only when a row needs it (greedy and plain temperature need 8 KB for 49152 ids).
 class SampleScratch {
  public:
@@ -76,6 +82,7 @@ class SampleScratch {
                                                       // output count; all zero between calls
   std::unique_ptr<int32_t[]> touched;                 // [max_vocab] ids whose logit a bias or a penalty changed
   std::unique_ptr<float[]> original;                  // [max_vocab] what those logits were
+  std::unique_ptr<float[]> masked;                    // [max_vocab + 8] the row of a sample with a mask
 };
 
 // Samples one row. Reads logits[0, vocab), vocab in 1..scratch.max_vocab; writes to it while it works and restores it

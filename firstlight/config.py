@@ -41,6 +41,10 @@ class EngineConfig:
     )
     max_queue: int = option(1024, "requests that may wait", "requests")
     seed: int = option(0, "base of the seeds drawn for requests that bring none")
+    max_grammar_kb: int = option(256, "largest JSON schema, regular expression or grammar of a request", "KB")
+    max_grammar_depth: int = option(96, "deepest nesting of objects and lists in a JSON schema", "levels")
+    grammar_compile_s: float = option(5.0, "longest time a grammar may take to compile", "s")
+    grammar_cache: int = option(256, "compiled grammars kept for the next request that brings the same", "grammars")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

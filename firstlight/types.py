@@ -6,17 +6,19 @@ Nothing here has behaviour beyond checking itself; everything can be sent throug
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 __all__ = [
     "CoreRequest",
     "FinishReason",
+    "GrammarSpec",
     "OutputDelta",
     "RowResult",
     "RowSampling",
     "SamplingParams",
+    "StepMasks",
     "StepPlan",
     "StepResult",
     "StepRow",
@@ -35,12 +37,25 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must look like: every sampled token keeps it on a road to a text of the grammar.
+
+    `kind` json_schema: `text` is a JSON Schema; regex: a regular expression for the whole answer (Rust's syntax);
+    grammar: a context-free grammar in Lark's or GBNF's form. `field` is what error messages call it.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+    field: str = "grammar"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose output tokens, and when to stop. `firstlight.text.params.check` raises RequestError on bad values.
 
     temperature 0 is greedy. `top_k` 0 is off. `logprobs` None is off, 0 gives the sampled token's own,
     k its k best rivals too. `seed` None draws one at admission. `max_tokens` None runs to the context's end.
-    `logit_bias` maps token id to addend.
+    `logit_bias` maps token id to addend. With a `grammar`, `ignore_eos` ends the answer only where the grammar allows
+    nothing else.
     """
 
     temperature: float = 1.0
@@ -59,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     n: int = 1
+    grammar: GrammarSpec | None = None
 
 
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +119,8 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     history: list[int] = []
     num_prompt: int = 0
+    mask: int = -1
+    """The j-th sampled position may give only tokens of `StepPlan.masks` row `mask + j`; -1: any token."""
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +140,17 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     return_logits: bool = False
 
 
+class StepMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """Allowed tokens of a step's constrained positions, filled by another thread while the device computes.
+
+    `bits` is `[num_masks, (vocab + 31) // 32] uint32`, bit id % 32 of word id // 32 set for an allowed id. `ready` is
+    `[num_masks] int32`: 0 until that row of `bits` is final, then 1. Who samples waits for it.
+    """
+
+    bits: Any
+    ready: Any
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What one step does: plain data from scheduler to backend."""
 
@@ -130,10 +159,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     copy_blocks: list[tuple[int, int]] = []
     """(source, destination) block pairs copied before the rows run."""
     finished_ids: list[str] = []
+    masks: StepMasks | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability (natural log, of the unpenalised, untempered distribution) of a sampled token and its rivals."""
+    """Log-probability (natural log) of a sampled token and its rivals in the model's own distribution.
+
+    That is before penalties, biases, temperature and grammar: with a grammar the sampled token may be improbable, and a
+    rival may be one that the grammar forbids.
+    """
 
     token_id: int
     logprob: float

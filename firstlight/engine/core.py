@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from firstlight.backend.base import Backend
 from firstlight.cache import CacheStats, KVCache
 from firstlight.config import EngineConfig
+from firstlight.engine.masks import MaskWorker
 from firstlight.engine.warmup import warm_up
 from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, SchedulerStats, StepTimeModel
+from firstlight.text.grammar import GrammarCompiler
 from firstlight.types import CoreRequest, FinishReason, TokenEvent
 
 __all__ = ["CoreStats", "EngineCore", "StepRecord"]
@@ -68,6 +70,7 @@ class EngineCore:
             It must return at once and not raise.
         clock: monotonic seconds; `CoreRequest.arrival_s` is on it.
         drafter: proposes draft tokens; none by default.
+        grammars: compiles the grammars of constrained requests; without it they are refused.
 
     Threads: everything public may be called from any thread.
     """
@@ -80,8 +83,10 @@ class EngineCore:
         *,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         info = backend.info
+        self._masks = MaskWorker(grammars) if grammars is not None else None
         self.failed: str | None = None
         self.step_records: deque[StepRecord] = deque(maxlen=NUM_STEP_RECORDS)
         self.step_time = StepTimeModel()
@@ -136,6 +141,8 @@ class EngineCore:
         """
         for request in requests:
             self._scheduler.validate(request)
+            if request.params.grammar is not None and self._masks is None:
+                raise RequestError("this engine has no grammar compiler", param=request.params.grammar.field)
         with self._intake_lock:
             if self.failed is not None:
                 raise BackendError(f"the engine has failed: {self.failed}")
@@ -199,6 +206,8 @@ class EngineCore:
             thread.join()
         else:
             self._end_service()
+        if self._masks is not None:
+            self._masks.close()
         self._backend.close()
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -246,12 +255,16 @@ class EngineCore:
         plan = self._scheduler.plan()
         if plan is None:
             return
+        if self._masks is not None:
+            plan = self._masks.attach(plan)
         load = self._scheduler.planned_load
         predicted_s = self.step_time.predict_s(load)
         planned_s = self._clock()
         result = self._backend.run(plan)
         ran_s = self._clock()
         events = self._scheduler.absorb(result)
+        if self._masks is not None and (failed := self._masks.absorb(events)):
+            events = [self._failed(event, failed) for event in events]
         self._last_progress_s = self._clock()
         self.step_records.append(
             StepRecord(
@@ -276,6 +289,8 @@ class EngineCore:
                 if self.failed is not None:
                     raise BackendError(f"the engine has failed: {self.failed}")
                 self._scheduler.add(request)
+                if self._masks is not None:
+                    self._masks.open(request)
             except FirstlightError as error:
                 event = TokenEvent(
                     request_id=request.request_id, token_ids=[], finish=FinishReason.ERROR, error=error.message
@@ -302,9 +317,20 @@ class EngineCore:
             self.failed = message
         self._emit(self._scheduler.fail_all(message))
 
+    def _failed(self, event: TokenEvent, failed: dict[str, str]) -> TokenEvent:
+        """The event, or the error that takes its place: what was sampled without a mask is never shown."""
+        error = failed.get(event.request_id)
+        if error is None:
+            return event
+        return self._scheduler.fail(event.request_id, error) or TokenEvent(
+            request_id=event.request_id, token_ids=[], finish=FinishReason.ERROR, error=error
+        )
+
     def _emit(self, events: list[TokenEvent]) -> None:
         ended = [event.request_id for event in events if event.finish is not None]
         if ended:
+            if self._masks is not None:
+                self._masks.forget(ended)
             with self._intake_lock:
                 self._open_ids.difference_update(ended)
         self._on_events(events)

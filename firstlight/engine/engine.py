@@ -153,6 +153,7 @@ class Engine:
             ids = await self._engine.encode_chat(prompt)
         else:
             ids = await self._engine.encode_prompt(cast(Prompt, prompt))
+        await self._engine.prepare(params)
         return self._engine.generate(f"local-{next(self._serial)}", ids, params, **options)
 
     async def _answer_all(
@@ -168,6 +169,7 @@ class Engine:
         async def answer(encode: Callable[[], Awaitable[list[int]]], params: SamplingParams) -> list[Completion]:
             async with gate:
                 name = f"local-{next(self._serial)}"
+                await self._engine.prepare(params)
                 generation = self._engine.generate(name, await encode(), params, **options)
                 return await collect(generation, params.n)
 

@@ -18,6 +18,7 @@ from firstlight.backend.base import Backend, BackendInfo
 from firstlight.config import EngineConfig
 from firstlight.engine.core import CoreStats, EngineCore, StepRecord
 from firstlight.engine.generation import Choice, Generation, Mailbox
+from firstlight.engine.grammars import Grammars
 from firstlight.engine.load import EngineParts, load_parts
 from firstlight.engine.relay import LoopRelay
 from firstlight.errors import BackendError, OverloadedError, RequestError
@@ -69,6 +70,7 @@ class AsyncEngine:
         self._parts: EngineParts | None = None
         self._core: EngineCore | None = None
         self._relay: LoopRelay | None = None
+        self._grammars: Grammars | None = None
         self._is_closing = False
         self._choices: dict[str, Choice] = {}
         self._serial = itertools.count(1)
@@ -99,7 +101,14 @@ class AsyncEngine:
         assert self._parts is None, "started twice"
         self._parts = await asyncio.to_thread(self._load, self.config)
         self._relay = LoopRelay(asyncio.get_running_loop(), self._deliver)
-        self._core = EngineCore(self._parts.backend, self.config, self._relay.put, drafter=self._drafter)
+        self._grammars = Grammars(self._parts.tokenizer, self._parts.backend.info.vocab_size, self.config)
+        self._core = EngineCore(
+            self._parts.backend,
+            self.config,
+            self._relay.put,
+            drafter=self._drafter,
+            grammars=self._grammars.compiler,
+        )
         try:
             await asyncio.to_thread(self._core.start)
         except BaseException:
@@ -117,6 +126,8 @@ class AsyncEngine:
         await asyncio.to_thread(self._core.stop)
         if self._relay is not None:
             await asyncio.to_thread(self._relay.close)
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -201,6 +212,18 @@ class AsyncEngine:
         """The text of ids, special tokens left out."""
         return self.tokenizer.decode(ids)
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compiles the grammar of `params`, if it has one, on a thread; `generate` then starts at once.
+
+        Raises:
+            RequestError: the grammar is not valid, not supported, or over a limit; names the place.
+            OverloadedError: too many grammars wait for compilation.
+        """
+        if params.grammar is not None:
+            self._started()
+            assert self._grammars is not None
+            await self._grammars.prepare(params.grammar)
+
     # -- generate -------------------------------------------------------------------------------------------------
 
     def generate(
@@ -222,7 +245,8 @@ class AsyncEngine:
             forced_ids: output ids to take in place of sampled ones.
 
         Raises:
-            RequestError: at the call: the prompt is empty or too long, an id or a parameter is out of range.
+            RequestError: at the call: the prompt is empty or too long, an id or a parameter is out of range, the
+                grammar cannot be used (one that was not `prepare`d is compiled here, in milliseconds).
             OverloadedError: at the call: `max_queue` requests wait already, or the engine is closing (status 503).
             BackendError: at the call: the core has failed. (A failure later is a delta with finish "error".)
         """
@@ -231,7 +255,12 @@ class AsyncEngine:
             raise OverloadedError("the engine is shutting down", retry_after_s=5.0, status=503)
         check(params, parts.backend.info.vocab_size)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.tokenizer.eos_ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        if params.grammar is not None:
+            assert self._grammars is not None
+            self._grammars.compiler.compile(params.grammar)
+        if params.grammar is not None or not params.ignore_eos:
+            stop_ids |= parts.tokenizer.eos_ids
         max_tokens = params.max_tokens if params.max_tokens is not None else core.max_model_len
         arrival_s = time.monotonic()
         mailbox = Mailbox()

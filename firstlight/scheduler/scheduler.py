@@ -153,6 +153,12 @@ class Scheduler:
         self.stats.aborted[state.status.value] += 1
         return self._end(state, FinishReason.ABORT)
 
+    def fail(self, request_id: str, message: str) -> TokenEvent | None:
+        """Ends a request with finish "error" and frees its blocks; None if it is not open."""
+        assert self._step is None, "fail between plan and absorb"
+        state = self._states.get(request_id)
+        return None if state is None else self._end(state, FinishReason.ERROR, error=message)
+
     def fail_all(self, message: str) -> list[TokenEvent]:
         """Ends every open request with finish "error"; a step in flight is forgotten."""
         self._step = None

@@ -64,6 +64,7 @@ class Answer:
             BackendError, OverloadedError: the engine failed or is closing; a stream may have started.
         """
         check(self._request.params, self._engine.info.vocab_size)
+        await self._engine.prepare(self._request.params)
         prompts = await self._encode()
         self._record.num_prompt = sum(len(ids) for ids in prompts)
         generations = await self._submit(prompts)

@@ -17,7 +17,8 @@ _MAX_NAME_CHARS = 64
 
 _SHARED_NAMES = (
     "model stream stream_options n stop max_tokens temperature top_p top_k min_p seed logit_bias presence_penalty "
-    "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings"
+    "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings "
+    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
 )
 _SHARED = frozenset(_SHARED_NAMES.split())
 CHAT_FIELDS = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
@@ -50,7 +51,6 @@ OFF_VALUES: dict[str, tuple[_Claim, str]] = {
     "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false (no tools are called)"),
     "functions": (lambda v: v == [], "[]"),
     "function_call": (lambda v: v == "none", '"none"'),
-    "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}'),
     "modalities": (lambda v: v == ["text"], '["text"]'),
     "store": (lambda v: v is False, "false"),
     "service_tier": (lambda v: v in ("auto", "default"), '"auto" or "default"'),
@@ -60,7 +60,7 @@ OFF_VALUES: dict[str, tuple[_Claim, str]] = {
 
 _NOT_YET_NAMES = (
     "reasoning_effort verbosity prediction audio web_search_options moderation prompt_cache_options "
-    "prompt_cache_retention guided_json guided_regex guided_choice guided_grammar structured_outputs grammar "
+    "prompt_cache_retention grammar "
     "json_schema use_beam_search length_penalty early_stopping best_of echo min_tokens bad_words allowed_token_ids "
     "prompt_logprobs truncate_prompt_tokens skip_special_tokens spaces_between_special_tokens chat_template "
     "chat_template_kwargs add_generation_prompt continue_final_message documents priority request_id logits_processors "

@@ -21,6 +21,7 @@ from firstlight.server.fields import (
     unknown_name,
 )
 from firstlight.server.json_body import decode_object
+from firstlight.server.structured import answer_grammar
 from firstlight.server.wire import (
     ChatBody,
     CompletionBody,
@@ -136,6 +137,7 @@ class Intake:
             logit_bias=_logit_bias(body.logit_bias),
             logprobs=logprobs,
             n=body.n,
+            grammar=answer_grammar(body),
         )
 
     def _request(self, body: SharedBody, params: SamplingParams, **rest: Any) -> GenerationRequest:

@@ -52,6 +52,12 @@ class SharedBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     timings: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

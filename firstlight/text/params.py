@@ -17,6 +17,7 @@ MAX_STOP_CHARACTERS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+GRAMMAR_KINDS = ("json_schema", "regex", "grammar")
 _SEED_BITS = 63
 
 _FLOATS = {
@@ -55,6 +56,9 @@ def check(params: SamplingParams, vocab_size: int, *, max_model_len: int | None 
         _check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     _check_stops(params, vocab_size)
     _check_logit_bias(params.logit_bias, vocab_size)
+    if params.grammar is not None and params.grammar.kind not in GRAMMAR_KINDS:
+        kinds = ", ".join(GRAMMAR_KINDS)
+        raise RequestError(f"`grammar.kind` is {params.grammar.kind!r}: it is one of {kinds}", param="grammar")
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from firstlight.types import (
     RowResult,
     RowSampling,
     SamplingParams,
+    StepMasks,
     StepPlan,
     StepRow,
 )
@@ -421,3 +424,53 @@ def test_serve_tiny_pool_preempts_and_still_gives_the_same_bits(make_backend: Ma
     for name, (ids, logits) in alone.items():
         assert together[name][0] == ids
         assert np.array_equal(together[name][1], logits)
+
+
+def masks_of(backend: Backend, *allowed: Sequence[int], ready: int = 1) -> StepMasks:
+    bits = np.zeros((len(allowed), -(-backend.info.vocab_size // 32) * 32), np.uint8)
+    for one, ids in zip(bits, allowed, strict=True):
+        one[list(ids)] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    return StepMasks(bits=words, ready=np.full(len(allowed), ready, np.int32))
+
+
+def test_masks_rule_their_positions_and_no_other(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    first, second = prompt(backend, 5), prompt(backend, 9, seed=1)
+    rows = [
+        row(first, 0, [0], sample_at=[4], name="free"),
+        row(second, 0, [1], sample_at=[6, 7, 8], name="masked", mask=0),
+    ]
+    free, unmasked = run(backend, *[rows[0], row(second, 0, [1], sample_at=[6, 7, 8], name="masked")])
+    allowed = [(3, 17), (20,), tuple(range(backend.info.vocab_size))]
+    masked_plan = StepPlan(step_id=1, rows=rows, masks=masks_of(backend, *allowed))
+    beside, masked = backend.run(masked_plan).rows
+    assert beside.token_ids == free.token_ids
+    assert np.array_equal(beside.logits, free.logits)
+    assert np.array_equal(masked.logits, unmasked.logits)
+    best = [max(ids, key=lambda i: masked.logits[at][i]) for at, ids in enumerate(allowed)]
+    assert masked.token_ids == best
+
+
+def test_masks_filled_while_the_step_runs_are_waited_for(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    masks = masks_of(backend, (5,), ready=0)
+
+    def fill() -> None:
+        time.sleep(0.05)
+        masks.bits[0] = masks_of(backend, (9,)).bits[0]
+        masks.ready[0] = 1
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    one = row(prompt(backend, 3), 0, [0], sample_at=[2], mask=0)
+    (got,) = backend.run(StepPlan(step_id=1, rows=[one], masks=masks)).rows
+    thread.join()
+    assert got.token_ids == [9]
+
+
+def test_masks_that_the_step_lacks_are_refused(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    one = row(prompt(backend, 3), 0, [0], sample_at=[2], mask=4)
+    with pytest.raises(BackendError, match="mask"):
+        backend.run(StepPlan(step_id=1, rows=[one], masks=masks_of(backend, (5,))))

@@ -35,6 +35,8 @@ class Params:
     bias: dict[int, float] = field(default_factory=dict)
     history: tuple[int, ...] = ()
     num_prompt: int = 0
+    mask: tuple[int, ...] | None = None
+    """Allowed ids."""
 
 
 class Sampled(NamedTuple):
@@ -63,8 +65,15 @@ def sample(logits: np.ndarray, p: Params, *, scalar: bool = False) -> Sampled:
             history=np.array(p.history, dtype=np.int32),
             num_prompt=p.num_prompt,
             scalar=scalar,
+            mask=None if p.mask is None else mask_of(p.mask, len(logits)),
         )
     )
+
+
+def mask_of(allowed: tuple[int, ...], vocab: int) -> np.ndarray:
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def row(values: object) -> np.ndarray:
@@ -560,3 +569,58 @@ def test_sample_from_several_threads_equals_one() -> None:
 def test_sample_logits_of_wrong_form_are_refused(logits: np.ndarray, error: type[Exception]) -> None:
     with pytest.raises(error):
         sample(logits, Params())
+
+
+# Masks.
+
+
+@st.composite
+def masked_cases(draw: st.DrawFn) -> tuple[np.ndarray, Params]:
+    logits = draw(rows())
+    p = draw(params_for(len(logits)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    share = draw(st.sampled_from([0.0, 0.01, 0.3, 0.99, 1.0]))
+    allowed = np.nonzero(rng.random(len(logits)) < share)[0].tolist()
+    return logits, replace(p, mask=tuple(allowed or [int(rng.integers(len(logits)))]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=masked_cases())
+def test_mask_gives_what_minus_infinity_gives_and_leaves_the_row_alone(case: tuple[np.ndarray, Params]) -> None:
+    logits, p = case
+    before = logits.tobytes()
+    got = sample(logits, p)
+    assert logits.tobytes() == before
+    assert bits(got) == bits(sample(logits, p, scalar=True))
+    assert p.mask is not None
+    assert got.token in p.mask
+    blocked = np.full_like(logits, -INF)
+    blocked[list(p.mask)] = logits[list(p.mask)]
+    if cleaned(blocked).max() > -INF:
+        unmasked = replace(p, mask=None)
+        assert got.token == sample(blocked, unmasked).token
+        free = sample(logits, unmasked)
+        assert (got.top_ids, row(got.top_logprobs).tobytes()) == (free.top_ids, row(free.top_logprobs).tobytes())
+
+
+def test_mask_of_every_id_gives_the_bits_of_no_mask() -> None:
+    rng = np.random.default_rng(3)
+    for vocab in (1, 31, 32, 33, 4097):
+        logits = rng.normal(size=vocab).astype(np.float32)
+        for p in (Params(temperature=0, num_logprobs=3), Params(top_p=0.9, top_k=40, num_logprobs=0, bias={0: 1.5})):
+            assert bits(sample(logits, replace(p, mask=tuple(range(vocab))))) == bits(sample(logits, p))
+
+
+def test_mask_where_the_model_gives_no_chance_takes_its_lowest_id() -> None:
+    logits = row([0.0, -INF, np.nan, 1.0])
+    assert sample(logits, Params(mask=(1, 2))).token == 1
+
+
+def test_mask_of_a_wrong_width_is_refused() -> None:
+    logits = row([0.0] * 33)
+    args = {name: getattr(Params(), name) for name in ("temperature", "top_p", "top_k", "min_p", "presence")}
+    args |= {name: getattr(Params(), name) for name in ("frequency", "repetition", "seed", "output_index")}
+    none = np.zeros(0, np.int32)
+    args |= {"num_logprobs": -1, "bias_ids": none, "bias_values": none.astype(np.float32), "history": none}
+    with pytest.raises(ValueError, match="mask"):
+        _native.sample_row(logits, **args, num_prompt=0, scalar=False, mask=np.zeros(1, np.uint32))

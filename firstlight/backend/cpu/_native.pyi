@@ -78,6 +78,9 @@ class Runner:
         top_ids: Ints,
         top_logprobs: Floats,
         logits: Floats | None,
+        masks: npt.NDArray[np.uint32] | None = None,
+        sample_masks: Ints | None = None,
+        mask_ready: Ints | None = None,
     ) -> None: ...
     def copy_block(self, source: int, destination: int, /) -> None: ...
     def read_block(self, block: int, out: Bytes, /) -> None: ...

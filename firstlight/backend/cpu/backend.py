@@ -30,7 +30,7 @@ from firstlight.models.program import (
     SoftCap,
 )
 from firstlight.models.weights import LoadedModel
-from firstlight.types import RowResult, RowSampling, StepPlan, StepResult, StepRow, TokenLogprob
+from firstlight.types import RowResult, RowSampling, StepMasks, StepPlan, StepResult, StepRow, TokenLogprob
 
 __all__ = ["CpuBackend", "native_pack", "num_cores"]
 
@@ -44,6 +44,7 @@ SAMPLES_PER_ROW = 2
 
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
+_NativeMasks = tuple[npt.NDArray[np.uint32], _Ints, _Ints] | tuple[()]
 _NativeInputs = tuple[_Ints, _Ints, _Ints, _Ints, _Floats, _Ints, npt.NDArray[np.uint64], _Ints, _Floats, _Ints]
 
 
@@ -171,9 +172,11 @@ class CpuBackend:
         try:
             for source, destination in plan.copy_blocks:
                 self._runner.copy_block(source, destination)
-            rows = self._run_rows(plan.rows) if plan.rows else []
+            rows = self._run_rows(plan.rows, plan.masks) if plan.rows else []
         except (ValueError, TypeError, OverflowError) as error:
             raise BackendError(f"the step plan breaks a limit of the backend: {error}") from error
+        except RuntimeError as error:
+            raise BackendError(f"the native runner failed: {error}") from error
         return StepResult(
             step_id=plan.step_id,
             rows=rows,
@@ -181,7 +184,7 @@ class CpuBackend:
             op_times_s=dict(self._runner.op_times()) if self._is_tracing else None,
         )
 
-    def _run_rows(self, rows: list[StepRow]) -> list[RowResult]:
+    def _run_rows(self, rows: list[StepRow], masks: StepMasks | None) -> list[RowResult]:
         arrays = _StepArrays(rows)
         num_samples = len(arrays.samples)
         if num_samples > self._max_samples:
@@ -194,7 +197,9 @@ class CpuBackend:
         top_logprobs = np.empty((num_samples, arrays.num_top), np.float32)
         wants_logits = any(row.return_logits for row in rows)
         logits = np.empty((num_samples, self.info.vocab_size), np.float32) if wants_logits else None
-        self._runner.run(*arrays.native(), out_tokens, out_logprobs, top_ids, top_logprobs, logits)
+        self._runner.run(
+            *arrays.native(), out_tokens, out_logprobs, top_ids, top_logprobs, logits, *arrays.masks(masks)
+        )
         results = []
         at = 0
         tokens = out_tokens.tolist()
@@ -269,6 +274,7 @@ class _StepArrays:
         self.bias_ids: list[int] = []
         self.bias_values: list[float] = []
         self.histories: list[int] = []
+        self.sample_masks: list[int] = []
         self.num_top = 0
         for row in rows:
             first, count = len(tokens), len(row.token_ids)
@@ -319,8 +325,13 @@ class _StepArrays:
                 len(self.histories),
                 len(history),
             )
+            self.sample_masks.append(sampling.mask + j if sampling.mask >= 0 else -1)
             self.seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
             self.histories += history
+
+    def masks(self, masks: StepMasks | None) -> _NativeMasks:
+        """The last arguments of Runner.run where the step has masks, else none."""
+        return () if masks is None else (masks.bits, np.array(self.sample_masks, np.int32), masks.ready)
 
     def native(self) -> _NativeInputs:
         """The input arguments of Runner.run, in its order."""

@@ -15,11 +15,12 @@ from firstlight.backend.base import BackendInfo
 from firstlight.backend.fake.cost import StepCost
 from firstlight.backend.fake.sampling import hash64, sample, token_logprob
 from firstlight.errors import BackendError
-from firstlight.types import RowResult, RowSampling, StepPlan, StepResult, StepRow, TokenLogprob
+from firstlight.types import RowResult, RowSampling, StepMasks, StepPlan, StepResult, StepRow, TokenLogprob
 
 __all__ = ["FakeBackend"]
 
 EMPTY = -1
+MASK_WAIT_S = 30.0
 PREFERRED_IDS = slice(32, 127)
 """Printable ASCII for a tokenizer whose ids are bytes: answers are readable."""
 PREFERENCE = 6.0
@@ -90,7 +91,7 @@ class FakeBackend:
             self._kv[target] = self._kv[source]
         for row in plan.rows:
             self._write(row)
-        rows = [self._row_result(row) for row in plan.rows]
+        rows = [self._row_result(row, plan.masks) for row in plan.rows]
         run_s = time.perf_counter() - begin
         if self._cost is not None:
             run_s = self._cost.of(plan)
@@ -160,7 +161,7 @@ class FakeBackend:
         tokens: npt.NDArray[np.uint64] = slots[:, 1].astype(np.uint64)
         return tokens
 
-    def _row_result(self, row: StepRow) -> RowResult:
+    def _row_result(self, row: StepRow, masks: StepMasks | None) -> RowResult:
         if row.sampling is None:
             self._read(row, row.start + len(row.token_ids))
             return RowResult(request_id=row.request_id, token_ids=[])
@@ -168,13 +169,26 @@ class FakeBackend:
         ids: list[int] = []
         for nth, i in enumerate(row.sample_at):
             history = _history(row, row.sampling, i)
-            ids.append(sample(logits[nth], row.sampling, nth, history))
+            allowed = self._allowed(masks, row.sampling.mask + nth) if row.sampling.mask >= 0 else None
+            ids.append(sample(logits[nth], row.sampling, nth, history, allowed))
         logprobs: list[TokenLogprob] | None = None
         if (num_top := row.sampling.logprobs) is not None:
             logprobs = [token_logprob(logits[nth], token, num_top) for nth, token in enumerate(ids)]
         return RowResult(
             request_id=row.request_id, token_ids=ids, logprobs=logprobs, logits=logits if row.return_logits else None
         )
+
+    def _allowed(self, masks: StepMasks | None, at: int) -> npt.NDArray[np.bool_]:
+        """`[vocab] bool` of one mask, once it is ready. Raises BackendError when it never is."""
+        if masks is None or not 0 <= at < len(masks.ready):
+            raise BackendError(f"a row asks for mask {at}, which the step does not have")
+        give_up = time.monotonic() + MASK_WAIT_S
+        while not masks.ready[at]:
+            if time.monotonic() > give_up:
+                raise BackendError(f"mask {at} was not ready {MASK_WAIT_S:.0f} s after its logits")
+            time.sleep(2e-5)
+        bits = np.unpackbits(masks.bits[at].view(np.uint8), bitorder="little")
+        return bits[: self._info.vocab_size].astype(np.bool_)
 
     def _logits(self, row: StepRow, num: int) -> npt.NDArray[np.float32]:
         """`[vocab] float32` after the row's first `num` tokens: a wrapping sum of one word per position."""

@@ -1,6 +1,6 @@
 """The sampling rules in numpy, plain enough to check another implementation against. Knows one row of logits at a time.
 
-Order: penalties, logit bias, temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise.
+Order: penalties, logit bias, mask, temperature, top-k, top-p, min-p, then the largest of logit + Gumbel noise.
 """
 
 from __future__ import annotations
@@ -36,11 +36,25 @@ def uniforms(seed: int, output_index: int, num: int) -> npt.NDArray[np.float64]:
     return (bits.astype(np.float64) + 0.5) / 2.0**53
 
 
-def sample(logits: Floats, sampling: RowSampling, nth: int, history: list[int]) -> int:
-    """The token of the row's `nth` sampled position, given its logits `[vocab]` and the ids known before it."""
+def sample(
+    logits: Floats,
+    sampling: RowSampling,
+    nth: int,
+    history: list[int],
+    allowed: npt.NDArray[np.bool_] | None = None,
+) -> int:
+    """The token of the row's `nth` sampled position.
+
+    Args:
+        logits: `[vocab]`.
+        history: ids known before the position.
+        allowed: `[vocab]`; the others read as minus infinity.
+    """
     scores = _penalised(logits, sampling, history)
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
+    if allowed is not None:
+        scores[~allowed] = -np.inf
     if sampling.temperature == 0:
         return int(np.argmax(scores))
     scores /= np.float32(sampling.temperature)
