@@ -31,6 +31,17 @@ constexpr const char* kOpNames[] = {"embed", "norm", "linear",   "rope_kv", "att
 size_t floats(int n) { return static_cast<size_t>(n) * sizeof(float); }
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// The largest id among the blocks that the step writes.
+int highest_block(const Step& step, int block_size) {
+  int32_t highest = 0;
+  for (int r = 0; r < step.num_rows; ++r) {
+    const StepRow& row = step.rows[r];
+    const int last = (row.start + row.num_tokens - 1) / block_size;
+    for (int i = row.start / block_size; i <= last; ++i) highest = std::max(highest, row.block_table[i]);
+  }
+  return highest;
+}
+
 }  // namespace
 
 PageBuffer::PageBuffer(size_t bytes) : size_(bytes) {
@@ -60,6 +71,8 @@ struct Runner::Member {
 
 Runner::Runner(const RunnerConfig& config) : config_(config), kernels_(find_kernels(config.kernels.c_str())) {
   kv_ = PageBuffer(kv_bytes_per_block() * static_cast<size_t>(config.num_blocks));
+  const size_t layers = static_cast<size_t>(config.num_layers);
+  kv_ahead_ = std::make_unique<PagesAhead>(kv_.data(), kv_.size() / layers, layers, kv_bytes_per_block() / layers);
 }
 
 Runner::~Runner() = default;
@@ -232,6 +245,7 @@ void Runner::finish(int logits) {
 void Runner::run(const Step& step) {
   for (int i = 0; i < num_counters_; ++i) counters_[static_cast<size_t>(i)].value.store(0, std::memory_order_relaxed);
   plan_attention(step);
+  kv_ahead_->will_write(static_cast<size_t>(highest_block(step, config_.block_size)));
   if (is_tracing_) std::fill(std::begin(op_seconds_), std::end(op_seconds_), 0.0);
   mask_is_late_.store(false, std::memory_order_relaxed);
   team_->run([&](int member) { execute(member, step); });

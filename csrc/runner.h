@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pages_ahead.h"
 #include "sampling.h"
 #include "thread_team.h"
 #include "weight.h"
@@ -201,6 +202,7 @@ class Runner {
   int num_counters_ = 0;
   std::vector<std::unique_ptr<Member>> members_;
   PageBuffer kv_;
+  std::unique_ptr<PagesAhead> kv_ahead_;  // after kv_: its thread ends before the memory goes
   PageBuffer shared_acts_;
   std::vector<AttentionUnit> units_;
   std::vector<int> merge_left_;  // sizes kept for plan_attention

@@ -40,6 +40,7 @@ class StepRecord:
     start_s: float
     rows: int
     tokens: int
+    context: int
     attended: int
     predicted_s: float
     plan_s: float
@@ -272,6 +273,7 @@ class EngineCore:
                 start_s=start_s,
                 rows=load.rows,
                 tokens=load.tokens,
+                context=load.context,
                 attended=load.attended,
                 predicted_s=predicted_s,
                 plan_s=planned_s - start_s,

@@ -4,9 +4,10 @@ from firstlight.scheduler.drafts import Drafter, accept
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
 from firstlight.scheduler.scheduler import Scheduler
 from firstlight.scheduler.state import RequestState, Status
-from firstlight.scheduler.steptime import StepLoad, StepTimeModel
+from firstlight.scheduler.steptime import Coefficients, StepLoad, StepTimeModel
 
 __all__ = [
+    "Coefficients",
     "Drafter",
     "RequestState",
     "Scheduler",

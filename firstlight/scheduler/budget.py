@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from firstlight.scheduler.limits import SchedulerLimits
 from firstlight.scheduler.steptime import StepLoad, StepTimeModel
 
-__all__ = ["PrefillBudget"]
+__all__ = ["BATCH", "INTERACTIVE", "STANDARD", "PrefillBudget", "Promise", "promise_of"]
 
-SLO_DECODE_STEPS = 2.0
-"""Without `itl_slo_ms`, prefill may stretch a step to this many times its decode-only time."""
-SLO_FLOOR_S = 0.025
-"""... and always to this: 40 tokens a second are several times reading speed, so shorter gaps are not felt."""
+INTERACTIVE, STANDARD, BATCH = -1, 0, 1
+"""Priorities with a name; smaller goes first."""
+
+
+class Promise(NamedTuple):
+    """The longest gap a step may cause its streams: `steps` times their undisturbed step, and `extra_s`.
+
+    With `--itl-slo-ms`, `slo_factor` times that instead.
+    """
+
+    steps: float
+    extra_s: float
+    slo_factor: float
+
+
+PROMISES = {
+    INTERACTIVE: Promise(1.5, 0.005, 0.6),
+    STANDARD: Promise(2.0, 0.010, 1.0),
+    BATCH: Promise(6.0, 0.100, 4.0),
+}
+MIN_OVERRUN = 0.10
+"""Steps are filled to this share below the promise at least; further where steps overrun their prediction by more."""
+CALM_MEMORY_S = 30.0
+"""While prefill never pauses, what the streams' undisturbed step was follows their growing context this slowly."""
 STARVATION_S = 0.25
 STARVED_CHUNK_TOKENS = 16
 """While streams leave no room, prefill still gets so many tokens every STARVATION_S."""
@@ -19,6 +41,11 @@ ALONE_STEP_S = 0.25
 more per step, a few milliseconds, so that this costs prefill about 2 %."""
 ALONE_CHUNK_TOKENS = 64
 """... but it carries so many tokens on any machine, since below this kernels lose speed."""
+
+
+def promise_of(priority: int) -> Promise:
+    """The promise made to requests of this priority."""
+    return PROMISES[max(INTERACTIVE, min(BATCH, priority))]
 
 
 class PrefillBudget:
@@ -30,16 +57,34 @@ class PrefillBudget:
         self._budget_s: float | None = None
         self._now_s = 0.0
         self._last_chunk_s = 0.0
+        self._calm_context = 0.0
+        """Context per stream when no prefill was beside them last."""
+        self._calm_s = 0.0
 
-    def open(self, decodes: StepLoad, now_s: float) -> None:
-        """Begins a step that carries the streams `decodes`."""
+    def open(self, decodes: StepLoad, now_s: float, promise: Promise = PROMISES[STANDARD]) -> None:
+        """Begins a step that carries the streams `decodes`, the most demanding of which were promised `promise`."""
         self._now_s = now_s
         if decodes.rows == 0:
             self._budget_s = None
-        elif self._limits.itl_slo_s > 0:
-            self._budget_s = self._limits.itl_slo_s
+            return
+        if self._limits.itl_slo_s > 0:
+            promised_s = promise.slo_factor * self._limits.itl_slo_s
         else:
-            self._budget_s = max(SLO_FLOOR_S, SLO_DECODE_STEPS * self._step_time.predict_s(decodes))
+            promised_s = promise.steps * self._undisturbed_s(decodes) + promise.extra_s
+        self._budget_s = promised_s / (1 + max(MIN_OVERRUN, self._step_time.overrun))
+
+    def _undisturbed_s(self, decodes: StepLoad) -> float:
+        """What a step of these streams took before prefill came: what they are used to, at the context they had then.
+
+        Without this the promise would grow with the context that streams gain while a long prompt is computed.
+        """
+        context = decodes.context / decodes.rows
+        share = min(1.0, (self._now_s - self._calm_s) / CALM_MEMORY_S)
+        self._calm_context += share * (context - self._calm_context)
+        self._calm_s = self._now_s
+        kept = min(1.0, self._calm_context / context)
+        load = StepLoad(decodes.rows, decodes.tokens, round(decodes.context * kept), round(decodes.attended * kept))
+        return self._step_time.predict_s(load)
 
     def chunk(self, load: StepLoad, start: int, gap: int, *, is_first: bool) -> int:
         """Tokens that a prefill with `gap` tokens left at `start` may compute on top of `load`; 0: no more prefill.
@@ -62,7 +107,9 @@ class PrefillBudget:
         """Whether any prefill at all could join a step of this load."""
         return self.chunk(load, 0, 1, is_first=is_first) > 0
 
-    def close(self, *, was_starved: bool) -> None:
-        """Ends a step; `was_starved`: a prefill was there and got nothing."""
+    def close(self, decodes: StepLoad, *, was_starved: bool, is_calm: bool) -> None:
+        """Ends a step; `was_starved`: a prefill was there and got nothing; `is_calm`: no prefill is in it."""
         if not was_starved:
             self._last_chunk_s = self._now_s
+        if is_calm and not was_starved and decodes.rows:
+            self._calm_context, self._calm_s = decodes.context / decodes.rows, self._now_s

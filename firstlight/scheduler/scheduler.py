@@ -8,12 +8,12 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.cache import KVCache
 from firstlight.errors import OverloadedError, RequestError
-from firstlight.scheduler.budget import PrefillBudget
+from firstlight.scheduler.budget import STANDARD, PrefillBudget, promise_of
 from firstlight.scheduler.drafts import Drafter, accept
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
 from firstlight.scheduler.state import RequestState, Status
@@ -125,7 +125,7 @@ class Scheduler:
 
     def retry_after_s(self) -> float:
         """Predicted seconds until the prompts that wait now are computed, inside 1..120."""
-        _, _, per_token_s, _ = self.step_time.coefficients
+        per_token_s = self.step_time.coefficients.token_s
         backlog = sum(state.gap for state in list(self._waiting))
         low, high = RETRY_AFTER_BOUNDS_S
         return max(low, min(high, backlog * per_token_s))
@@ -221,8 +221,9 @@ class Scheduler:
 
     def _plan_prefills(self, step: _Step, now: float) -> None:
         """Chunks in rank order, admitting on the way, while tokens, rows, blocks and the streams' time last."""
-        num_decodes = len(step.rows)
-        self._budget.open(step.load, now)
+        num_decodes, decodes = len(step.rows), replace(step.load)
+        promise = promise_of(min((s.request.priority for s in self._decodes.values()), default=STANDARD))
+        self._budget.open(decodes, now, promise)
         candidates = self._prefill_candidates()
         while True:
             is_first = len(step.rows) == num_decodes
@@ -241,7 +242,8 @@ class Scheduler:
                 state.first_scheduled_s = now
             self._add_row(step, state, state.tokens[start : start + chunk], [])
         is_wanted = bool(self._prefills or self._waiting)
-        self._budget.close(was_starved=is_wanted and len(step.rows) == num_decodes)
+        is_calm = len(step.rows) == num_decodes
+        self._budget.close(decodes, was_starved=is_wanted and is_calm, is_calm=is_calm)
 
     def _prefill_candidates(self) -> Iterator[RequestState]:
         """Running prefills and whoever can be admitted, best rank first; each is admitted when it is asked for."""

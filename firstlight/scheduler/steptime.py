@@ -1,19 +1,25 @@
 """How long a step will take on this machine, learned from the steps it ran.
 
-Knows counts and seconds, not requests. t = a + b * rows + c * tokens + d * attended, every coefficient >= 0.
+Knows counts and seconds, not requests. t = step + row * rows + token * tokens + context * context + pair * attended,
+every coefficient >= 0. `context` is KV read (once per row, whatever the row computes), `attended` is arithmetic on it:
+one long context costs a stream several times what a token of a prefill chunk pays for it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["StepLoad", "StepTimeModel", "attended_tokens"]
+__all__ = ["Coefficients", "StepLoad", "StepTimeModel", "attended_tokens"]
 
-SCALES = (1.0, 1 / 16, 1 / 256, 1 / 65536)
-"""Bring the four features of a usual step near 1, so that one covariance suits all."""
-PRIOR_S = (1e-3, 2e-4, 5e-4, 2e-7)
+SCALES = (1.0, 1 / 16, 1 / 256, 1 / 4096, 1 / 65536)
+"""Bring the features of a usual step near 1, so that one covariance suits all."""
+PRIOR_S = (1e-3, 2e-4, 5e-4, 5e-7, 2e-7)
 """Coefficients before any step was seen: a small model on a few cores. The first step scales them all."""
+NUM = len(SCALES)
+PAIRS = [(i, j) for i in range(NUM) for j in range(i, NUM)]
+SWEEPS = 8
 PRIOR_VARIANCE = 30.0
 """Variance of each coefficient before any step, as a multiple of its own square: wrong by five times is no surprise."""
 FORGETTING = 0.98
@@ -31,6 +37,10 @@ SURPRISE_MEMORY = 0.8
 MAX_SURPRISE = 0.6
 """Share of errors beyond MAX_RELATIVE_ERROR, fading by SURPRISE_MEMORY a step, at which the model starts over: five in
 a row do it, every second step does not. The machine has changed, or the steps it began with were misleading."""
+OVERRUN_QUANTILE = 0.95
+OVERRUN_PACE = 0.04
+MAX_OVERRUN = 0.25
+ERROR_PACE = 0.02
 
 
 def attended_tokens(start: int, num: int) -> int:
@@ -38,63 +48,85 @@ def attended_tokens(start: int, num: int) -> int:
     return num * start + num * (num + 1) // 2
 
 
+class Coefficients(NamedTuple):
+    """Seconds per step, per row, per token computed, per token of context read, per query-key pair."""
+
+    step_s: float
+    row_s: float
+    token_s: float
+    context_s: float
+    pair_s: float
+
+
 @dataclass(slots=True)
 class StepLoad:
-    """What a step computes: rows, tokens, and query-key pairs over all rows."""
+    """What a step computes: rows, tokens, tokens of context its rows read, and query-key pairs over all rows."""
 
     rows: int = 0
     tokens: int = 0
+    context: int = 0
     attended: int = 0
 
     def add(self, start: int, num: int) -> None:
         """Counts one more row of `num` tokens at position `start`."""
         self.rows += 1
         self.tokens += num
+        self.context += start + num
         self.attended += attended_tokens(start, num)
 
 
 class StepTimeModel:
-    """Recursive least squares on relative error, forgetting only in the direction just observed.
+    """Non-negative least squares on relative error, over sums that fade by the kind of step.
 
-    A long run of decode steps therefore does not wash out what prefill costs. Coefficients are clamped at 0.
-    Source: directional forgetting after Cao and Schwartz, Automatica 36 (2000); the clamp and the error bound are ours.
+    Steps of one kind (number of tokens and context, by powers of two) push out only older steps of their kind, so a
+    long run of decode steps does not wash out what prefill costs. Relative error makes a slow outlier weigh little.
     """
 
     def __init__(self) -> None:
         self.num_observed = 0
+        self.overrun = 0.0
+        """How much longer than predicted steps take: one in twenty exceeds its prediction by more than this share."""
+        self.mean_error = 0.0
+        """Mean of |real - predicted| / predicted over about the last 50 steps."""
         self._theta = [c / s for c, s in zip(PRIOR_S, SCALES, strict=True)]
         self._num_skipped = 0
         self._surprise: float
-        self._cov: list[list[float]]
-        self._inf: list[list[float]]
+        self._kinds: dict[tuple[int, int], list[float]]
+        self._sums: list[float]
         self._start_over(1.0)
 
     @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """a, b, c, d in seconds, per step, row, token and query-key pair."""
-        a, b, c, d = (t * s for t, s in zip(self._theta, SCALES, strict=True))
-        return a, b, c, d
+    def coefficients(self) -> Coefficients:
+        """What each part of a step costs, as far as known."""
+        return Coefficients(*(t * s for t, s in zip(self._theta, SCALES, strict=True)))
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds a step of this load will take."""
-        a, b, c, d = self.coefficients
-        return a + b * load.rows + c * load.tokens + d * load.attended
+        c = self.coefficients
+        fixed = c.step_s + c.row_s * load.rows + c.token_s * load.tokens
+        return fixed + c.context_s * load.context + c.pair_s * load.attended
+
+    def prefill_s(self, start: int, num: int) -> float:
+        """Seconds that `num` prompt tokens at `start` add to the steps that compute them, the steps' own cost aside."""
+        c = self.coefficients
+        return c.token_s * num + c.pair_s * attended_tokens(start, num)
 
     def max_chunk(self, load: StepLoad, start: int, budget_s: float) -> int:
         """The most tokens one more row at `start` may have for the step to end inside `budget_s`; 0 if none."""
-        _, b, c, d = self.coefficients
-        left = budget_s - self.predict_s(load) - b
-        linear = c + d * (start + 0.5)
+        c = self.coefficients
+        left = budget_s - self.predict_s(load) - c.row_s - c.context_s * start
+        linear = c.token_s + c.context_s + c.pair_s * (start + 0.5)
         if left <= 0:
             return 0
-        # the larger root of d/2 n^2 + linear n = left, in the form that stays exact as d goes to 0
-        below = math.sqrt(linear * linear + 2 * d * left) + linear
+        # the larger root of pair/2 n^2 + linear n = left, in the form that stays exact as the pair's cost goes to 0
+        below = math.sqrt(linear * linear + 2 * c.pair_s * left) + linear
         return int(min(2 * left / below, MAX_CHUNK)) if below > 0 else MAX_CHUNK
 
     def observe(self, load: StepLoad, run_s: float) -> None:
         """Learns from one step that took `run_s` seconds, or finds that it has nothing to teach."""
         if run_s <= 0:
             return
+        self._note_error(run_s / self.predict_s(load) - 1)
         if self.num_observed >= NUM_SETTLED and load.tokens == load.rows:
             self._num_skipped = (self._num_skipped + 1) % LEARN_EVERY
             if self._num_skipped:
@@ -102,39 +134,54 @@ class StepTimeModel:
         if self.num_observed == 0 or self._surprise > MAX_SURPRISE:
             self._start_over(run_s / self.predict_s(load))
         self.num_observed += 1
-        s = SCALES
-        x = (s[0] / run_s, load.rows * s[1] / run_s, load.tokens * s[2] / run_s, load.attended * s[3] / run_s)
-        self._forget(x)
-        px = [sum(map(float.__mul__, row, x)) for row in self._cov]
-        gain = 1 / (1 + sum(map(float.__mul__, px, x)))
-        error = 1 - sum(map(float.__mul__, self._theta, x))
-        is_surprise = abs(error) > MAX_RELATIVE_ERROR
+        features = (1, load.rows, load.tokens, load.context, load.attended)
+        x = [f * s / run_s for f, s in zip(features, SCALES, strict=True)]
+        fitted = sum(map(float.__mul__, self._theta, x))
+        is_surprise = abs(1 - fitted) > MAX_RELATIVE_ERROR
         self._surprise = SURPRISE_MEMORY * self._surprise + (1 - SURPRISE_MEMORY) * is_surprise
-        bound = 1.0 if self.num_observed <= NUM_TRUSTING else MAX_RELATIVE_ERROR
-        error = max(-bound, min(bound, error))
-        for i in range(4):
-            self._theta[i] = max(0.0, self._theta[i] + px[i] * gain * error)
-            for j in range(4):
-                self._cov[i][j] -= px[i] * px[j] * gain
-                self._inf[i][j] += x[i] * x[j]
+        bound = math.inf if self.num_observed <= NUM_TRUSTING else MAX_RELATIVE_ERROR
+        self._add((load.tokens.bit_length(), load.context.bit_length()), x, max(fitted - bound, min(fitted + bound, 1)))
+        self._solve()
+
+    def _note_error(self, error: float) -> None:
+        """Follows size and upper quantile of the relative error; the first steps say nothing about a fitted model."""
+        if self.num_observed < NUM_TRUSTING:
+            return
+        self.mean_error += ERROR_PACE * (min(abs(error), 1.0) - self.mean_error)
+        move = OVERRUN_QUANTILE if error > self.overrun else OVERRUN_QUANTILE - 1
+        self.overrun = max(0.0, min(MAX_OVERRUN, self.overrun + OVERRUN_PACE * move))
 
     def _start_over(self, factor: float) -> None:
         """Takes the coefficients, `factor` times as large, for a first guess about an unknown machine."""
         self._surprise = 0.0
         self._theta = [factor * max(t, 1e-3 * p / s) for t, p, s in zip(self._theta, PRIOR_S, SCALES, strict=True)]
-        variances = [PRIOR_VARIANCE * t * t for t in self._theta]
-        self._cov = [[variances[i] * (i == j) for j in range(4)] for i in range(4)]
-        self._inf = [[(i == j) / variances[i] for j in range(4)] for i in range(4)]
+        self._kinds = {}
+        self._sums = [0.0] * len(PAIRS) + [0.0] * NUM
+        for i, t in enumerate(self._theta):
+            self._sums[PAIRS.index((i, i))] = 1 / (PRIOR_VARIANCE * t * t)
+            self._sums[len(PAIRS) + i] = 1 / (PRIOR_VARIANCE * t)
 
-    def _forget(self, x: tuple[float, float, float, float]) -> None:
-        """Widens the covariance along `x` alone, as if what was known about such steps counted FORGETTING times."""
-        rx = [sum(map(float.__mul__, row, x)) for row in self._inf]
-        xrx = sum(map(float.__mul__, rx, x))
-        if xrx < 1e-12:
+    def _add(self, kind: tuple[int, int], x: list[float], y: float) -> None:
+        """Adds one equation theta * x = y to its kind, whose older ones fade."""
+        new = [x[i] * x[j] for i, j in PAIRS] + [y * f for f in x]
+        old = self._kinds.get(kind)
+        if old is None:
+            self._kinds[kind] = new
+            self._sums = list(map(float.__add__, self._sums, new))
             return
-        shrink = (1 - FORGETTING) / xrx
-        widen = (1 - FORGETTING) / (FORGETTING * xrx)
-        for i in range(4):
-            for j in range(4):
-                self._inf[i][j] -= shrink * rx[i] * rx[j]
-                self._cov[i][j] += widen * x[i] * x[j]
+        kept = [FORGETTING * o + n for o, n in zip(old, new, strict=True)]
+        self._sums = [total + k - o for total, k, o in zip(self._sums, kept, old, strict=True)]
+        self._kinds[kind] = kept
+
+    def _solve(self) -> None:
+        """Coordinate descent from the last solution, each coefficient kept >= 0. Cost: about 40 microseconds."""
+        matrix = [[0.0] * NUM for _ in range(NUM)]
+        for (i, j), value in zip(PAIRS, self._sums, strict=False):
+            matrix[i][j] = matrix[j][i] = value
+        target = self._sums[len(PAIRS) :]
+        theta = self._theta
+        for _ in range(SWEEPS):
+            for i in range(NUM):
+                row = matrix[i]
+                rest = target[i] - sum(map(float.__mul__, row, theta)) + row[i] * theta[i]
+                theta[i] = max(0.0, rest / row[i])

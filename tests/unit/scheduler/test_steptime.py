@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from firstlight.scheduler import StepLoad, StepTimeModel
+from firstlight.scheduler import Coefficients, StepLoad, StepTimeModel
 from firstlight.scheduler.steptime import SCALES
 
-TRUE_S = (3e-3, 4e-4, 9e-4, 3e-8)
+TRUE_S = Coefficients(3e-3, 4e-4, 9e-4, 1e-6, 3e-8)
 
 
 def true_s(load: StepLoad) -> float:
-    a, b, c, d = TRUE_S
-    return a + b * load.rows + c * load.tokens + d * load.attended
+    c = TRUE_S
+    fixed = c.step_s + c.row_s * load.rows + c.token_s * load.tokens
+    return fixed + c.context_s * load.context + c.pair_s * load.attended
 
 
 def decode_load(rng: random.Random) -> StepLoad:
@@ -104,7 +106,7 @@ def test_steptime_zero_seconds_is_ignored() -> None:
 @pytest.mark.parametrize("attended_s", [0.0, 1e-22, 1e-18, 1e-14, 1e-10])
 def test_max_chunk_where_attention_costs_almost_nothing_follows_the_tokens(attended_s: float) -> None:
     model = StepTimeModel()
-    model._theta = [c / s for c, s in zip((0.001, 0.001, 0.005, attended_s), SCALES, strict=True)]
+    model._theta = [c / s for c, s in zip((0.001, 0.001, 0.005, 0.0, attended_s), SCALES, strict=True)]
     assert model.max_chunk(StepLoad(), 1000, 0.2525) == 50
 
 
@@ -117,7 +119,7 @@ def test_max_chunk_is_the_largest_that_fits(budget_s: float, start: int) -> None
     num = model.max_chunk(streams, start, budget_s)
 
     def predicted_s(chunk: int) -> float:
-        load = StepLoad(rows=streams.rows, tokens=streams.tokens, attended=streams.attended)
+        load = replace(streams)
         load.add(start, chunk)
         return model.predict_s(load)
 
