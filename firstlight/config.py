@@ -60,6 +60,17 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = option((), "web origins that may call from a browser; * = any")
     max_body_mb: float = option(16.0, "largest request body", "MB")
     max_header_kb: int = option(32, "largest request line and headers together", "KB")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto = what its chat template shows",
+        choices=("auto", "hermes", "llama3", "mistral", "smollm2"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "what stands between <think> and </think> is reasoning; auto = if the chat template knows <think>",
+        choices=("auto", "think", "none"),
+    )
+    max_tools: int = option(128, "most functions in one request (`tools`)", "functions")
     max_n: int = option(16, "most answers per prompt (`n`)")
     max_prompts: int = option(128, "most prompts in one completions request")
     read_timeout_s: float = option(60.0, "longest time a client may take to send headers or body", "s")

@@ -164,6 +164,11 @@ class AsyncEngine:
         """The model's tokenizer; valid after `start`."""
         return self._started()[0].tokenizer
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one; valid after `start`."""
+        return self._started()[0].chat_template
+
     def stats(self) -> CoreStats:
         """Counters and gauges as of now."""
         return self._started()[1].stats()
@@ -236,6 +241,7 @@ class AsyncEngine:
         cache_salt: bytes = b"",
         return_logits: bool = False,
         forced_ids: Sequence[int] = (),
+        shown_marks: Sequence[str] = (),
     ) -> Generation:
         """Submits at once and returns the stream of deltas.
 
@@ -243,6 +249,7 @@ class AsyncEngine:
             priority: smaller goes first.
             cache_salt: requests share cached prefixes only under an equal salt.
             forced_ids: output ids to take in place of sampled ones.
+            shown_marks: special tokens, by their spelling, that stay in the text (marks of tool calls, say).
 
         Raises:
             RequestError: at the call: the prompt is empty or too long, an id or a parameter is out of range, the
@@ -262,13 +269,18 @@ class AsyncEngine:
         if params.grammar is not None or not params.ignore_eos:
             stop_ids |= parts.tokenizer.eos_ids
         max_tokens = params.max_tokens if params.max_tokens is not None else core.max_model_len
+        shown = frozenset(i for mark in shown_marks if (i := parts.tokenizer.token_to_id(mark)) is not None)
         arrival_s = time.monotonic()
         mailbox = Mailbox()
         choices, requests = [], []
         for i in range(params.n):
             core_id = f"{request_id}#{next(self._serial)}"
             pipeline = TextPipeline(
-                parts.tokenizer, params.stop, include_stop=params.include_stop_str_in_output, is_continuation=True
+                parts.tokenizer,
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
+                shown=shown,
+                is_continuation=True,
             )
             choices.append(Choice(i, core_id, params, pipeline, len(prompt_ids), mailbox))
             requests.append(

@@ -20,6 +20,7 @@ from firstlight.server.service import Service
 from firstlight.server.sse import EventStream
 from firstlight.server.wire import GenerationRequest
 from firstlight.text.params import check
+from firstlight.text.tool_parsers import AnswerParser, Part
 from firstlight.types import FinishReason, OutputDelta, TokenLogprob, Usage
 
 __all__ = ["Answer"]
@@ -36,6 +37,9 @@ class Piece:
     logprobs: list[TokenLogprob] | None
     num_tokens: int
     finish: FinishReason | None
+    parts: list[Part] | None = None
+    """The text taken apart, where the answer is more than text."""
+    has_calls: bool = False
 
 
 class Answer:
@@ -49,6 +53,9 @@ class Answer:
         self, service: Service, request: GenerationRequest, record: RequestRecord, answer_id: str, cache_salt: bytes
     ) -> None:
         self._engine = service.engine
+        self._dialect = service.dialect
+        self._params = request.params
+        self._parsers: list[AnswerParser] = []
         self._max_prompt_bytes = service.max_prompt_bytes
         self._request = request
         self._record = record
@@ -64,7 +71,8 @@ class Answer:
             BackendError, OverloadedError: the engine failed or is closing; a stream may have started.
         """
         check(self._request.params, self._engine.info.vocab_size)
-        await self._engine.prepare(self._request.params)
+        self._params = await self._dialect.constrained(self._request.params, self._request.tools)
+        await self._engine.prepare(self._params)
         prompts = await self._encode()
         self._record.num_prompt = sum(len(ids) for ids in prompts)
         generations = await self._submit(prompts)
@@ -80,7 +88,11 @@ class Answer:
         for prompt in request.prompts:
             self._refuse_hopeless("prompt", [prompt] if isinstance(prompt, str) else [])
         if request.is_chat:
-            return [await self._engine.encode_chat(request.messages)]
+            messages, tools = self._dialect.prompt(request.messages, request.tools)
+            ids = await self._engine.encode_chat(messages, tools)
+            parsers = [self._dialect.parser(request.tools, ids) for _ in range(request.params.n)]
+            self._parsers = [parser for parser in parsers if parser is not None]
+            return [ids]
         return [await self._engine.encode_prompt(prompt) for prompt in request.prompts]
 
     def _refuse_hopeless(self, name: str, texts: list[str]) -> None:
@@ -96,11 +108,12 @@ class Answer:
     async def _submit(self, prompts: Sequence[list[int]]) -> list[Generation]:
         """One generation per prompt; none goes on if one is refused."""
         generations: list[Generation] = []
-        params, salt = self._request.params, self._cache_salt
+        params, salt = self._params, self._cache_salt
+        marks = self._dialect.marks(self._request.tools) if self._parsers else ()
         try:
             for at, ids in enumerate(prompts):
                 name = f"{self._answer_id}-{at}" if len(prompts) > 1 else self._answer_id
-                generations.append(self._engine.generate(name, ids, params, cache_salt=salt))
+                generations.append(self._engine.generate(name, ids, params, cache_salt=salt, shown_marks=marks))
         except BaseException as error:
             for generation in generations:
                 await generation.aclose()
@@ -147,7 +160,14 @@ class Answer:
             self._record.finished(choice, delta.finish)
         if delta.usage is not None:
             self._usages[choice] = delta.usage
-        return Piece(choice, delta.text, self._shown_logprobs(delta), len(delta.token_ids), delta.finish)
+        logprobs, num_tokens = self._shown_logprobs(delta), len(delta.token_ids)
+        if not self._parsers:
+            return Piece(choice, delta.text, logprobs, num_tokens, delta.finish)
+        parser = self._parsers[choice]
+        parts = parser.push(delta.text)
+        if delta.finish is not None:
+            parts += parser.finish()
+        return Piece(choice, delta.text, logprobs, num_tokens, delta.finish, parts, parser.num_calls > 0)
 
     def _shown_logprobs(self, delta: OutputDelta) -> list[TokenLogprob] | None:
         """Logprobs of the tokens that are text: the token that ended the answer is counted, but not shown."""
@@ -165,7 +185,7 @@ class Answer:
                     if piece.choice not in opened:
                         opened.add(piece.choice)
                         frames.append(form.opening(piece.choice))
-                    frames.append(form.piece(piece.choice, piece.text, piece.logprobs, piece.finish))
+                    frames.append(self._frames(form, piece))
                 if any(frames):
                     await stream.write(b"".join(frames))
                 for piece in pieces:
@@ -173,12 +193,18 @@ class Answer:
         usage = self._total_usage()
         await stream.write(form.last(usage if self._request.include_usage else None, self._timings()), is_last=True)
 
+    @staticmethod
+    def _frames(form: AnswerForm, piece: Piece) -> bytes:
+        if piece.parts is None or not isinstance(form, ChatForm):
+            return form.piece(piece.choice, piece.text, piece.logprobs, piece.finish)
+        return form.parts(piece.choice, piece.parts, piece.logprobs, piece.finish, has_calls=piece.has_calls)
+
     async def _send_whole(self, generations: Sequence[Generation], form: AnswerForm, exchange: Exchange) -> None:
         totals = [ChoiceTotal() for _ in range(self._request.num_choices)]
         async with aclosing(self._pieces(generations)) as batches:
             async for pieces in batches:
                 for piece in pieces:
-                    totals[piece.choice].add(piece.text, piece.logprobs, piece.finish)
+                    totals[piece.choice].add(piece.text, piece.logprobs, piece.finish, piece.parts)
                     self._record.tokens(piece.choice, piece.num_tokens)
         await exchange.respond(200, form.whole(totals, self._total_usage(), self._timings()))
 

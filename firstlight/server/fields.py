@@ -21,7 +21,8 @@ _SHARED_NAMES = (
     "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
 )
 _SHARED = frozenset(_SHARED_NAMES.split())
-CHAT_FIELDS = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+CHAT_FIELDS = _SHARED | _TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION_FIELDS = _SHARED | {"prompt", "echo", "best_of"}
 TOKENIZE_FIELDS = frozenset({"content", "prompt", "text", "add_special", "parse_special", "model"})
 DETOKENIZE_FIELDS = frozenset({"tokens", "model"})
@@ -46,9 +47,6 @@ METADATA: dict[str, tuple[_Claim, str]] = {
 """Fields that describe the caller and never change an answer: checked, then dropped."""
 
 OFF_VALUES: dict[str, tuple[_Claim, str]] = {
-    "tools": (lambda v: v == [], "[]"),
-    "tool_choice": (lambda v: v == "none", '"none"'),
-    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false (no tools are called)"),
     "functions": (lambda v: v == [], "[]"),
     "function_call": (lambda v: v == "none", '"none"'),
     "modalities": (lambda v: v == ["text"], '["text"]'),

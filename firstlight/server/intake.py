@@ -22,6 +22,7 @@ from firstlight.server.fields import (
 )
 from firstlight.server.json_body import decode_object
 from firstlight.server.structured import answer_grammar
+from firstlight.server.tools import checked_calls, tool_use
 from firstlight.server.wire import (
     ChatBody,
     CompletionBody,
@@ -39,11 +40,13 @@ __all__ = ["Intake"]
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-_EMPTY_MESSAGE_FIELDS = frozenset(
-    {"tool_calls", "annotations", "refusal", "audio", "function_call", "reasoning_content"}
-)
+_ROLE_FIELDS = {
+    "assistant": frozenset({"tool_calls", "reasoning_content"}),
+    "tool": frozenset({"tool_call_id"}),
+}
+_EMPTY_MESSAGE_FIELDS = frozenset({"annotations", "refusal", "audio", "function_call"})
 """Members that client libraries send back from an earlier answer; taken when they hold nothing."""
 _DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
@@ -57,6 +60,7 @@ class Intake:
     """The served name, then its aliases."""
     max_n: int
     max_prompts: int
+    max_tools: int = 128
 
     def chat(self, raw: bytes) -> GenerationRequest:
         """The checked request of a POST /v1/chat/completions body. Raises RequestError."""
@@ -69,7 +73,8 @@ class Intake:
         messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
         max_tokens = _one_of_two_limits(body.max_tokens, body.max_completion_tokens)
         params = self._params(body, max_tokens, _chat_logprobs(body))
-        return self._request(body, params, messages=messages)
+        tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self.max_tools)
+        return self._request(body, params, messages=messages, tools=tools)
 
     def completion(self, raw: bytes) -> GenerationRequest:
         """The checked request of a POST /v1/completions body. Raises RequestError."""
@@ -183,24 +188,30 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     for name, value in message.items():
         if value is None or (name in _EMPTY_MESSAGE_FIELDS and value in ([], "", {})):
             continue
-        if name in _EMPTY_MESSAGE_FIELDS or name == "tool_call_id":
+        if name in _EMPTY_MESSAGE_FIELDS:
             raise UnsupportedParameter(f"`{path}.{name}` is not supported yet: leave it out", param=f"{path}.{name}")
-        if name not in _MESSAGE_FIELDS:
-            raise unknown_name(name, _MESSAGE_FIELDS, f"a field of `{path}`", f"{path}.{name[:64]}")
+        known = _MESSAGE_FIELDS | _ROLE_FIELDS.get(str(message.get("role")), frozenset())
+        if name not in known:
+            raise unknown_name(name, known, f"a field of `{path}`", f"{path}.{name[:64]}")
         members[name] = value
     _refuse_other_parts(members.get("content"), path)
     body = _convert(members, MessageBody, path)
     if body.role not in _ROLES:
-        later = " yet" if body.role in ("tool", "function") else ""
         raise RequestError(
-            f"`{path}.role` is {body.role[:64]!r}, which is not supported{later}: use one of {', '.join(_ROLES)}",
+            f"`{path}.role` is {body.role[:64]!r}, which is not supported: use one of {', '.join(_ROLES)}",
             param=f"{path}.role",
         )
-    if body.content is None:
+    calls = checked_calls(body.tool_calls, f"{path}.tool_calls") if body.tool_calls is not None else []
+    if body.content is None and not calls:
         raise RequestError(f"`{path}.content` is required", param=f"{path}.content")
-    text = body.content if isinstance(body.content, str) else "\n".join(part.text for part in body.content)
-    checked = {"role": "system" if body.role == "developer" else body.role, "content": text}
-    return checked if body.name is None else {**checked, "name": body.name}
+    if body.role == "tool" and body.tool_call_id is None:
+        raise RequestError(f"`{path}.tool_call_id` is required", param=f"{path}.tool_call_id")
+    content = body.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    checked: dict[str, Any] = {"role": "system" if body.role == "developer" else body.role, "content": text}
+    extras = {"name": body.name, "tool_calls": calls or None, "tool_call_id": body.tool_call_id}
+    extras["reasoning_content"] = body.reasoning_content
+    return checked | {name: value for name, value in extras.items() if value is not None}
 
 
 def _refuse_other_parts(content: object, path: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from firstlight.text.tool_parsers import Part
 from firstlight.types import FinishReason, TokenLogprob, Usage
 
 __all__ = ["AnswerForm", "ChatForm", "ChoiceTotal", "CompletionForm", "TokenBytes", "event", "total_usage"]
@@ -46,9 +47,29 @@ class _CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class _Function(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class _CallDelta(msgspec.Struct):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: _Function | UnsetType = UNSET
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+    type: str = "function"
+
+
 class _Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[_CallDelta] | UnsetType = UNSET
 
 
 class _ChatChunkChoice(msgspec.Struct):
@@ -59,9 +80,11 @@ class _ChatChunkChoice(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[_Call] | UnsetType = UNSET
 
 
 class _ChatChoice(msgspec.Struct):
@@ -98,10 +121,20 @@ class ChoiceTotal:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish = FinishReason.STOP
+        self.parts: list[Part] | None = None
+        """The answer taken apart, where it is more than text."""
 
-    def add(self, text: str, logprobs: list[TokenLogprob] | None, finish: FinishReason | None) -> None:
+    def add(
+        self,
+        text: str,
+        logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+        parts: list[Part] | None = None,
+    ) -> None:
         """Appends one piece."""
         self.texts.append(text)
+        if parts is not None:
+            self.parts = (self.parts or []) + parts
         self.logprobs += logprobs or ()
         self.finish = finish or self.finish
 
@@ -175,16 +208,38 @@ class ChatForm(_Form):
             frames += event(self._answer(self._CHUNK, [end], None, None))
         return frames
 
+    def parts(
+        self,
+        choice: int,
+        parts: list[Part],
+        logprobs: list[TokenLogprob] | None,
+        finish: FinishReason | None,
+        *,
+        has_calls: bool,
+    ) -> bytes:
+        """As `piece`, for an answer that is more than text: a chunk per part, the first with the logprobs."""
+        deltas = [_part_delta(part) for part in parts] or ([_Delta(content="")] if logprobs else [])
+        frames = b""
+        for delta in deltas:
+            piece = _ChatChunkChoice(choice, delta, self._logprobs(logprobs))
+            frames += event(self._answer(self._CHUNK, [piece], None, None))
+            logprobs = None
+        if finish is not None:
+            end = _ChatChunkChoice(choice, _Delta(), None, _finish(finish, has_calls))
+            frames += event(self._answer(self._CHUNK, [end], None, None))
+        return frames
+
     def last(self, usage: Usage | None, timings: dict[str, float] | None) -> bytes:
         """The usage chunk where asked for, then the end mark."""
         return self._last(self._CHUNK, usage, timings)
 
     def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float] | None) -> bytes:
         """The `chat.completion` body."""
-        choices = [
-            _ChatChoice(at, _Message("".join(total.texts)), self._logprobs(total.logprobs), total.finish.value)
-            for at, total in enumerate(totals)
-        ]
+        choices = []
+        for at, total in enumerate(totals):
+            message = _message(total)
+            finish = _finish(total.finish, message.tool_calls is not UNSET)
+            choices.append(_ChatChoice(at, message, self._logprobs(total.logprobs), finish))
         return _ENCODER.encode(self._answer("chat.completion", choices, usage, timings))
 
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> _ChatLogprobs | None:
@@ -200,6 +255,41 @@ class ChatForm(_Form):
     def _top(self, token_id: int, value: float) -> _Logprob:
         raw = self._token_bytes(token_id)
         return _Logprob(_as_text(raw), max(value, _LOWEST_LOGPROB), list(raw))
+
+
+def _finish(finish: FinishReason, has_calls: bool) -> str:
+    """An answer that ended by itself and calls functions ends for that reason; one that was cut does not."""
+    return "tool_calls" if has_calls and finish is FinishReason.STOP else finish.value
+
+
+def _part_delta(part: Part) -> _Delta:
+    if part.kind == "content":
+        return _Delta(content=part.text)
+    if part.kind == "reasoning":
+        return _Delta(reasoning_content=part.text)
+    if part.call_id is None or part.name is None:
+        return _Delta(tool_calls=[_CallDelta(part.nth, function=_Function(arguments=part.text))])
+    begun = _CallDelta(part.nth, part.call_id, "function", _Function(part.name, part.text))
+    return _Delta(tool_calls=[begun])
+
+
+def _message(total: ChoiceTotal) -> _Message:
+    """The message of one choice: its text, or what its parts join to."""
+    if total.parts is None:
+        return _Message("".join(total.texts))
+    joined = {kind: "".join(p.text for p in total.parts if p.kind == kind) for kind in ("content", "reasoning")}
+    calls: list[_Call] = []
+    for part in total.parts:
+        if part.kind == "call" and part.call_id is not None and part.name is not None:
+            calls.append(_Call(part.call_id, _Function(part.name, part.text)))
+        elif part.kind == "call":
+            begun = calls[part.nth].function
+            begun.arguments = f"{begun.arguments}{part.text}"
+    return _Message(
+        joined["content"] if joined["content"] or not calls else None,
+        reasoning_content=joined["reasoning"] or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 class CompletionForm(_Form):

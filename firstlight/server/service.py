@@ -18,6 +18,7 @@ from firstlight.engine.frontend import AsyncEngine
 from firstlight.errors import BackendError, OverloadedError
 from firstlight.measure.metrics import Metrics
 from firstlight.server.access import Access
+from firstlight.server.dialect import Dialect
 from firstlight.server.intake import Intake
 from firstlight.text.tokenizer import Tokenizer
 
@@ -56,7 +57,17 @@ class Service:
     def intake(self) -> Intake:
         """The door for bodies. Only once the engine is ready."""
         names = (self.config.served_model_name or self.engine.info.model, *self.config.model_aliases)
-        return Intake(model_names=names, max_n=self.config.max_n, max_prompts=self.config.max_prompts)
+        return Intake(
+            model_names=names,
+            max_n=self.config.max_n,
+            max_prompts=self.config.max_prompts,
+            max_tools=self.config.max_tools,
+        )
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes calls and reasoning. Only once the engine is ready."""
+        return Dialect(self.engine, self.config)
 
     @cached_property
     def metrics(self) -> Metrics:

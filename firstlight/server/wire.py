@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from firstlight.server.tools import ToolUse
 from firstlight.types import SamplingParams
 
 __all__ = [
@@ -73,6 +74,9 @@ class MessageBody(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(SharedBody, kw_only=True):
@@ -82,6 +86,9 @@ class ChatBody(SharedBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(SharedBody, kw_only=True):
@@ -121,6 +128,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] = []
     prompts: list[Prompt] = []
     params: SamplingParams
+    tools: ToolUse | None = None
     stream: bool = False
     include_usage: bool = False
     echo: bool = False

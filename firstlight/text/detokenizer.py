@@ -21,15 +21,24 @@ class IncrementalDetokenizer:
     Cost: linear in the bytes pushed; nothing that was pushed is looked at again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, is_continuation: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
+        is_continuation: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._decoder = _utf8_decoder("replace")
         self._strips_next = tokenizer.strips_first_space and not is_continuation
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a code point is open."""
-        return self._out(self._decoder.decode(self._tokenizer.bytes_of(ids, skip_special=self._skip_special)))
+        raw = self._tokenizer.bytes_of(ids, skip_special=self._skip_special, shown=self._shown)
+        return self._out(self._decoder.decode(raw))
 
     def finish(self) -> str:
         """What is still held: U+FFFD for a code point that never completed, else nothing."""
@@ -37,7 +46,7 @@ class IncrementalDetokenizer:
 
     def fork(self) -> IncrementalDetokenizer:
         """A copy with the same held bytes, independent from here on."""
-        copy = IncrementalDetokenizer(self._tokenizer, skip_special=self._skip_special)
+        copy = IncrementalDetokenizer(self._tokenizer, skip_special=self._skip_special, shown=self._shown)
         copy._decoder.setstate(self._decoder.getstate())
         copy._strips_next = self._strips_next
         return copy

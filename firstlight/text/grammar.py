@@ -21,7 +21,7 @@ from firstlight.text.schema import checked_schema, place_of
 from firstlight.text.tokenizer import Tokenizer
 from firstlight.types import GrammarSpec
 
-__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarLimits", "GrammarState", "mask_words"]
+__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarLimits", "GrammarState", "embedded_schema", "mask_words"]
 
 Bits = npt.NDArray[np.uint32]
 
@@ -42,6 +42,18 @@ class GrammarLimits:
     max_bytes: int = 256 * 1024
     max_depth: int = 96
     max_cached: int = 256
+
+
+def embedded_schema(text: str, field: str, max_depth: int = 96) -> Any:
+    """A JSON schema ready to stand inside a grammar, where it is compiled as one of its own would be.
+
+    Raises:
+        RequestError: as `GrammarCompiler.compile`, for what is wrong with the JSON.
+    """
+    schema = checked_schema(GrammarSpec(kind="json_schema", text=text, field=field), max_depth)
+    if not isinstance(schema, dict):
+        return {"not": {}} if schema is False else {}
+    return {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}
 
 
 def mask_words(vocab_size: int) -> int:

@@ -37,10 +37,11 @@ class TextPipeline:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
         is_continuation: bool = False,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special=skip_special, is_continuation=is_continuation
+            tokenizer, skip_special=skip_special, shown=shown, is_continuation=is_continuation
         )
         self._matcher = StopMatcher(stops, include_stop=include_stop)
         self._has_stops = bool(stops)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from firstlight.errors import ModelError, RequestError
@@ -77,6 +78,8 @@ class ChatTemplate:
             if len(source) > _MAX_SOURCE:
                 raise TemplateSyntaxError(f"{len(source)} characters, the limit is {_MAX_SOURCE}", 1)
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """Names that the template expects from outside; `tools` is among them where it can describe tools."""
         except (TemplateError, RecursionError, OverflowError, MemoryError, SyntaxError) as error:
             raise ModelError(f"the model's chat template cannot be used: {error}", param=_PARAM) from error
 

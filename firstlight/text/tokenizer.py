@@ -153,10 +153,12 @@ class Tokenizer:
             return text.removeprefix(" ")
         return text
 
-    def bytes_of(self, ids: Sequence[int], *, skip_special: bool = True) -> bytes:
-        """The bytes of `ids`, joined."""
+    def bytes_of(self, ids: Sequence[int], *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> bytes:
+        """The bytes of `ids`, joined; `shown` are special ids that `skip_special` does not skip."""
         pieces, num_pieces = self._vocabulary.pieces, len(self._vocabulary.pieces)
         hidden = self._vocabulary.control_ids if skip_special else frozenset()
+        if shown:
+            hidden = hidden - shown
         return b"".join([pieces[i] for i in ids if 0 <= i < num_pieces and i not in hidden])
 
     def _encode(self, text: str, control_view: str | None, add_special: bool) -> list[int]:
