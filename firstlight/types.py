@@ -41,11 +41,13 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer must look like: every sampled token keeps it on a road to a text of the grammar.
 
     `kind` json_schema: `text` is a JSON Schema; regex: a regular expression for the whole answer (Rust's syntax);
-    grammar: a context-free grammar in Lark's or GBNF's form. `field` is what error messages call it.
+    grammar: a context-free grammar in Lark's or GBNF's form. `preamble`, where not empty, is a Lark grammar of the
+    whole answer in which `@body` stands for the rest. `field` is what error messages call it.
     """
 
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
+    preamble: str = ""
     field: str = "grammar"
 
 

@@ -71,9 +71,10 @@ class Answer:
             BackendError, OverloadedError: the engine failed or is closing; a stream may have started.
         """
         check(self._request.params, self._engine.info.vocab_size)
-        self._params = await self._dialect.constrained(self._request.params, self._request.tools)
-        await self._engine.prepare(self._params)
         prompts = await self._encode()
+        if self._request.is_chat:
+            self._params = await self._dialect.constrained(self._request.params, self._request.tools, prompts[0])
+        await self._engine.prepare(self._params)
         self._record.num_prompt = sum(len(ids) for ids in prompts)
         generations = await self._submit(prompts)
         form = self._form(prompts)

@@ -6,10 +6,14 @@ answer.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from firstlight.config import ServerConfig
 from firstlight.engine.frontend import AsyncEngine
@@ -21,6 +25,7 @@ from firstlight.text.tool_parsers import (
     AnswerParser,
     call_grammar,
     format_of,
+    reasoning_preamble,
     tool_messages,
     tool_schema,
 )
@@ -52,16 +57,25 @@ class Dialect:
         """(messages, tools) as the chat template takes them."""
         raw = use.raw if use is not None else []
         if self._takes_tools:
-            return messages, raw or None
+            return [self._with_own_ids(message) for message in messages], raw or None
         return tool_messages(messages, raw, self._form), None
 
-    async def constrained(self, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
-        """The parameters, with a grammar of calls where the request needs one: required calls, strict functions in
-        free answers, or one call at most.
+    async def constrained(
+        self, params: SamplingParams, use: ToolUse | None, prompt_ids: Sequence[int]
+    ) -> SamplingParams:
+        """The parameters, with the grammar that the answer has to keep to: of calls where the request needs one
+        (required calls, strict functions in free answers, one call at most), behind the model's reasoning.
 
         Raises:
             RequestError: a function's schema cannot be used, or the request asks for another grammar besides.
         """
+        params = await self._with_calls(params, use)
+        if params.grammar is None or not self._reasons:
+            return params
+        preamble = reasoning_preamble(*_THINK_MARKS, is_thinking=self._thinks(prompt_ids), special_id=self._special_id)
+        return _with_grammar(params, msgspec.structs.replace(params.grammar, preamble=preamble))
+
+    async def _with_calls(self, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
         if use is None:
             return params
         if not (use.is_required or not use.is_parallel or any(tool.is_strict for _, tool in use.callable)):
@@ -77,7 +91,11 @@ class Dialect:
                 field = f"tools[{at}].function.parameters"
                 spec = GrammarSpec(kind="json_schema", text=json.dumps(tool_schema(tool)), field=field)
                 await self._engine.prepare(_with_grammar(params, spec))
-        text = call_grammar(
+        text = await asyncio.to_thread(self._call_grammar, use)  # schemas may be large
+        return _with_grammar(params, GrammarSpec(kind="grammar", text=text, field="tools"))
+
+    def _call_grammar(self, use: ToolUse) -> str:
+        return call_grammar(
             self._form,
             [tool for _, tool in use.callable],
             is_required=use.is_required,
@@ -85,7 +103,6 @@ class Dialect:
             special_id=self._special_id,
             embed=lambda schema: embedded_schema(json.dumps(schema), "tools"),
         )
-        return _with_grammar(params, GrammarSpec(kind="grammar", text=text, field="tools"))
 
     def marks(self, use: ToolUse | None) -> tuple[str, ...]:
         """Special tokens that the parser has to see."""
@@ -97,8 +114,29 @@ class Dialect:
             return None
         form = self._form if use is not None else None
         return AnswerParser(
-            form, _call_id, has_reasoning=self._reasons, is_thinking=self._reasons and self._thinks(prompt_ids)
+            form, self._call_id, has_reasoning=self._reasons, is_thinking=self._reasons and self._thinks(prompt_ids)
         )
+
+    def _call_id(self) -> str:
+        drawn = uuid.uuid4().hex
+        return drawn[: self._form.id_chars] if self._form.id_chars else f"call_{drawn[:24]}"
+
+    def _with_own_ids(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with ids of the length that the model's template insists on; equal ids stay equal."""
+        if not self._form.id_chars:
+            return message
+        changed = dict(message)
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = self._own_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            changed["tool_calls"] = [{**call, "id": self._own_id(call["id"])} for call in message["tool_calls"]]
+        return changed
+
+    def _own_id(self, call_id: str) -> str:
+        size = self._form.id_chars
+        if len(call_id) == size and call_id.isalnum():
+            return call_id
+        return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:size]
 
     def _thinks(self, prompt_ids: Sequence[int]) -> bool:
         end = self._engine.tokenizer.decode(prompt_ids[-_PROMPT_END_TOKENS:], skip_special=False)
@@ -111,10 +149,4 @@ class Dialect:
 
 
 def _with_grammar(params: SamplingParams, spec: GrammarSpec) -> SamplingParams:
-    import msgspec
-
     return msgspec.structs.replace(params, grammar=spec)
-
-
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"

@@ -6,6 +6,7 @@ and errors that name the place.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -77,14 +78,14 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._native: Any = None
         self._lock = threading.Lock()
-        self._recent: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, str, str], CompiledGrammar] = OrderedDict()
 
     def cached(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """The grammar where it is compiled already. Cost: a look-up."""
         with self._lock:
-            found = self._recent.get((spec.kind, spec.text))
+            found = self._recent.get(_key(spec))
             if found is not None:
-                self._recent.move_to_end((spec.kind, spec.text))
+                self._recent.move_to_end(_key(spec))
             return found
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -99,7 +100,7 @@ class GrammarCompiler:
         self._require_size(spec)
         compiled = self._compiled(spec)
         with self._lock:
-            self._recent[spec.kind, spec.text] = compiled
+            self._recent[_key(spec)] = compiled
             while len(self._recent) > self.limits.max_cached:
                 self._recent.popitem(last=False)
         return compiled
@@ -142,6 +143,8 @@ class GrammarCompiler:
                 source = llguidance.LLMatcher.grammar_from_regex(spec.text)
             else:
                 source = llguidance.grammar_from("grammar", spec.text)
+            if spec.preamble:
+                source = _behind(spec.preamble, source)
             limits = llguidance.LLParserLimits(
                 initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
             )
@@ -257,6 +260,17 @@ class _TokenizerView:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+def _key(spec: GrammarSpec) -> tuple[str, str, str]:
+    return spec.kind, spec.text, spec.preamble
+
+
+def _behind(preamble: str, source: str) -> str:
+    """A grammar in the library's form in which `@body` of the preamble is the source (Lark, or that form)."""
+    is_lark = not source.startswith("{")
+    body = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": preamble}, {**body, "name": "body"}]})
 
 
 def _shortened(message: str) -> str:

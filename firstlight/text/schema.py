@@ -5,6 +5,7 @@ Knows the keywords that hold other schemas, not what the others mean.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ _STANDARD_FORMAT_NAMES = (
 _STANDARD_FORMATS = frozenset(_STANDARD_FORMAT_NAMES.split())
 """Formats that JSON Schema defines. By its rules any other is an annotation that constrains nothing."""
 _MAX_TRIES = 300
+_MAX_SEARCH_S = 1.0
 
 
 def checked_schema(spec: GrammarSpec, max_depth: int) -> Any:
@@ -68,16 +70,17 @@ def place_of(schema: Any, message: str, error_of: Callable[[Any], str | None]) -
     """(JSON pointer of the deepest subschema that gives the error by itself, what to say about it).
 
     Args:
-        error_of: compiles a schema and gives its error; asked a few hundred times at most.
+        error_of: compiles a schema and gives its error; asked a few hundred times at most, for a second at most.
     """
     path, here, tries = "", schema, 0
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
+    give_up_s = time.monotonic() + _MAX_SEARCH_S
     is_deeper = True
     while is_deeper:
         is_deeper = False
         for step, part in _children(here):
             tries += 1
-            if tries > _MAX_TRIES:
+            if tries > _MAX_TRIES or time.monotonic() > give_up_s:
                 break
             if isinstance(part, dict) and error_of({**shared, **part}) == message:
                 path, here, is_deeper = path + step, part, True

@@ -11,6 +11,8 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 MESSAGES: list[Any] = [{"role": "user", "content": "describe a colour"}]
 SCHEMA = {
@@ -23,7 +25,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "colour", "schema": SCH
 
 
 def ask(http: httpx.Client, route: str = "chat", **fields: Any) -> httpx.Response:
-    body: dict[str, Any] = {"max_tokens": 200, "seed": 1, **fields}
+    body: dict[str, Any] = {"max_tokens": 200, "seed": 1} | fields
     body |= {"messages": MESSAGES} if route == "chat" else {"prompt": "x"}
     path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
     return http.post(path, json=body)
@@ -148,3 +150,49 @@ def test_bad_schema_leaves_other_requests_alone(http: httpx.Client) -> None:
     assert ask(http, structured_outputs={"regex": "(a{9999}){9999}("}).status_code == 400
     assert ask(http, response_format=FORMAT).status_code == 200
     assert http.get("/ready").status_code == 200
+
+
+WORDS = (
+    "type object properties required items anyOf allOf oneOf not $ref #/$defs/a $defs a enum const pattern format "
+    "minLength maxLength minimum maximum minItems maxItems additionalProperties string integer array number null "
+    "json_schema json_object schema name strict function parameters regex grammar json choice auto required "
+    "start: root ::= (a{9999}){9999} [ ( ^$ x-guidance"
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 3, 10**6, 10**30, 1e308, 0.5]),
+    st.sampled_from(WORDS.split(" ")),
+    st.text(max_size=4),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(WORDS.split(" ")), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+FORMS = st.one_of(
+    VALUES.map(lambda value: {"response_format": value}),
+    VALUES.map(lambda v: {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": v}}}),
+    VALUES.map(lambda value: {"guided_json": value}),
+    st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar"]), VALUES, max_size=2).map(
+        lambda value: {"structured_outputs": value}
+    ),
+    st.tuples(VALUES, VALUES).map(lambda pair: {"tools": pair[0], "tool_choice": pair[1]}),
+    st.tuples(VALUES, st.sampled_from(["auto", "required"])).map(
+        lambda pair: {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": pair[0], "strict": True}}],
+            "tool_choice": pair[1],
+        }
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=FORMS)
+def test_any_form_is_answered_or_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = ask(http, **fields, max_tokens=3)
+    if answer.status_code != 200:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]

@@ -162,15 +162,36 @@ def test_llama3_format_by_option(start_server: StartServer) -> None:
 
 def test_reasoning_by_option_is_apart_streamed_and_whole(start_server: StartServer) -> None:
     server = start_server(reasoning_parser="think")
-    body = {"messages": MESSAGES, "structured_outputs": {"grammar": 'start: "<think>hm</think>\\n\\nyes"'}}
-    whole = httpx.post(server.url + "/v1/chat/completions", json=body).json()["choices"][0]["message"]
-    assert (whole["reasoning_content"], whole["content"]) == ("hm", "yes")
+    body = {"messages": MESSAGES, "guided_choice": ["yes"], "logit_bias": {str(ord("<")): 50}, "max_tokens": 40}
+    (whole,) = httpx.post(server.url + "/v1/chat/completions", json=body).json()["choices"]
+    assert whole["message"]["content"] == ""
+    assert whole["finish_reason"] == "length"
     with httpx.stream("POST", server.url + "/v1/chat/completions", json={**body, "stream": True}) as answer:
         deltas = [
             json.loads(line[6:])["choices"][0]["delta"] for line in answer.iter_lines() if line.startswith("data: {")
         ]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
-    assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought == whole["message"]["reasoning_content"]
+    assert len(thought) == 40 - len("<think>")
+    assert "".join(delta.get("content", "") for delta in deltas) == ""
+
+
+def test_reasoning_model_is_held_to_a_schema_behind_its_reasoning(start_server: StartServer) -> None:
+    server = start_server(reasoning_parser="think")
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    for seed in range(6):
+        body = {"messages": MESSAGES, "response_format": form, "seed": seed, "logit_bias": {str(ord("{")): 50}}
+        (choice,) = httpx.post(server.url + "/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), WEATHER)
+
+
+def test_mistral_ids_have_the_length_its_templates_want(start_server: StartServer) -> None:
+    server = start_server(tool_parser="mistral")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        (choice,) = ask(client, tool_choice=NAMED).choices
+        assert len(choice.message.tool_calls[0].id) == 9
+        jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), WEATHER)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

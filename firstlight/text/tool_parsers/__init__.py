@@ -7,7 +7,7 @@ ship; `answer_parser` takes any.
 from firstlight.text.tool_parsers.answer import AnswerParser, Part
 from firstlight.text.tool_parsers.calls import CallParser
 from firstlight.text.tool_parsers.formats import TOOL_FORMATS, ToolFormat, format_of
-from firstlight.text.tool_parsers.grammar import Tool, call_grammar, tool_schema
+from firstlight.text.tool_parsers.grammar import Tool, call_grammar, reasoning_preamble, tool_schema
 from firstlight.text.tool_parsers.prompt import tool_messages
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ToolFormat",
     "call_grammar",
     "format_of",
+    "reasoning_preamble",
     "tool_messages",
     "tool_schema",
 ]

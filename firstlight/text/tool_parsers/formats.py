@@ -27,6 +27,8 @@ class ToolFormat:
     repeats_marks: bool = False
     is_bare: bool = False
     has_named_calls: bool = False
+    id_chars: int = 0
+    """Length of the ids that the family's templates insist on; 0: any."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>", before="\n", after="\n", repeats_marks=True),
         ToolFormat(name="smollm2", begin="<tool_call>", end="</tool_call>", before="[", after="]"),
         ToolFormat(name="llama3", begin="<|python_tag|>", between="; ", arguments_key="parameters", is_bare=True),
-        ToolFormat(name="mistral", begin="[TOOL_CALLS]", before="[", after="]", has_named_calls=True),
+        ToolFormat(name="mistral", begin="[TOOL_CALLS]", before="[", after="]", has_named_calls=True, id_chars=9),
     )
 }
 
@@ -60,10 +62,10 @@ def format_of(template: str | None) -> ToolFormat:
     source = template or ""
     if "[TOOL_CALLS]" in source:
         return TOOL_FORMATS["mistral"]
-    if "SmolLM" in source:
-        return TOOL_FORMATS["smollm2"]
     if "<tool_call>" in source:
         return TOOL_FORMATS["hermes"]
+    if "SmolLM" in source:
+        return TOOL_FORMATS["smollm2"]
     if "<|start_header_id|>" in source or "<|python_tag|>" in source:
         return TOOL_FORMATS["llama3"]
     return TOOL_FORMATS["hermes"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from firstlight.text.tool_parsers.formats import ToolFormat
 
-__all__ = ["Tool", "call_grammar", "tool_schema"]
+__all__ = ["Tool", "call_grammar", "reasoning_preamble", "tool_schema"]
 
 MAX_CALLS = 16
 """Calls in one constrained answer: a model that may always add one more may never end."""
@@ -79,6 +79,17 @@ def call_grammar(
     return "\n".join(rules) + "\n"
 
 
+def reasoning_preamble(begin: str, end: str, *, is_thinking: bool, special_id: Callable[[str], int | None]) -> str:
+    """A Lark grammar of free reasoning, then `@body`: the reasoning must end where the prompt began it
+    (`is_thinking`), else it may be left out.
+    """
+    mark = _Marks(special_id)
+    rules = [r"GAP: /\s{1,4}/", r"FREE: /(.|\n)*/", *mark.opened(end)]
+    if is_thinking:
+        return "\n".join(["start: opened GAP? @body", *rules]) + "\n"
+    return "\n".join([f"start: (GAP? {mark(begin)} opened GAP?)? @body", *rules]) + "\n"
+
+
 class _Marks:
     """A mark as a terminal: a special token by its id, any other as text."""
 
@@ -93,7 +104,7 @@ class _Marks:
         """Rules of free text up to and with a mark."""
         if self._special_id(mark) is not None:
             return [f"opened: FREE {self(mark)}"]
-        escaped = "".join("\\" + c if c in r"\/.[](){}|*+?^$<>" and c not in "<>" else c for c in mark)
+        escaped = "".join("\\" + c if c in r"\/.[](){}|*+?^$" else c for c in mark)
         return [rf"opened[lazy]: /(.|\n)*{escaped}/"]
 
 

@@ -19,6 +19,7 @@ from firstlight.text.tool_parsers import (
     ToolFormat,
     call_grammar,
     format_of,
+    reasoning_preamble,
     tool_messages,
 )
 from firstlight.types import GrammarSpec
@@ -145,6 +146,7 @@ def test_parser_calls_come_after_reasoning() -> None:
         ("[AVAILABLE_TOOLS] ... [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|>assistant", "llama3"),
         ("You are a helpful AI assistant named SmolLM", "smollm2"),
+        ("You are SmolLM3 ... <tool_call>", "hermes"),
     ],
 )
 def test_format_of_a_template(template: str | None, form: str) -> None:
@@ -202,6 +204,33 @@ def test_grammar_of_calls_takes_what_it_must_and_nothing_else(form: ToolFormat) 
         assert not takes(bad, **options)
         if form.end or form.is_bare:  # an open-ended format may go on with text that shows its marks
             assert takes(two, **options) is is_parallel
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "text", "fitting", "other"),
+    [
+        ("json_schema", '{"const": {"a": 1}}', '{"a": 1}', '{"a": 2}'),
+        ("regex", "yes|no", "no", "maybe"),
+        ("grammar", 'start: "x" /[0-9]/', "x7", "y7"),
+    ],
+)
+def test_grammar_begins_behind_the_reasoning(kind: Any, text: str, fitting: str, other: str, is_thinking: bool) -> None:
+    preamble = reasoning_preamble("<think>", "</think>", is_thinking=is_thinking, special_id=lambda mark: None)
+    compiler = GrammarCompiler(fake_tokenizer(), 259)
+    compiled = compiler.compile(GrammarSpec(kind=kind, text=text, preamble=preamble))
+
+    def takes(answer: str) -> bool:
+        state = compiled.start()
+        state.advance(list(answer.encode()))
+        return state.error is None and state.is_complete
+
+    head = "" if is_thinking else "<think>"
+    assert takes(f'{head}so {{"a": 3}} <b>\n</think>\n\n{fitting}')
+    assert takes(f"{head}</think>{fitting}")
+    assert not takes(f"{head}so</think>\n{other}")
+    assert takes(fitting) is not is_thinking
+    assert not takes(f"{head}never ends {fitting}")
 
 
 def test_prompt_without_template_support_describes_tools_and_writes_calls_as_text() -> None:
