@@ -32,7 +32,8 @@ from typing import Any
 from firstlight.backend.cpu import native_pack
 from firstlight.errors import FirstlightError
 from firstlight.measure.client import Endpoint, get_json, stream_events
-from firstlight.models.weights import load_model
+from firstlight.models.program import GatherRows, Linear, Norm
+from firstlight.models.weights import LoadedModel, load_model
 from firstlight.text import Tokenizer
 
 READY_TIMEOUT_S = 180.0
@@ -87,6 +88,7 @@ class Client:
     """Sends completions to one server, greedy and of fixed length."""
 
     def __init__(self, url: str, model: str) -> None:
+        self.url = url
         self._endpoint = Endpoint.parse(url)
         self._model = model
 
@@ -181,8 +183,9 @@ def memory_mb(pid: int) -> dict[str, float]:
 
 
 async def run_round(servers: Sequence[Server], prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
-    """One turn of every engine."""
-    results = {}
+    """One turn of every engine, and of the machine itself."""
+    done = subprocess.run([str(args.limits), str(args.threads)], capture_output=True, check=True)
+    results: dict[str, Any] = {"limits": json.loads(done.stdout)}
     for server in servers:
         async with running(server) as (client, pid, ready_s):
             figures = {"ready_s": ready_s, **await measure(client, prompts, args)}
@@ -222,6 +225,7 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     figures = {
         name: {key: statistics.median(turn[name][key] for turn in rounds) for key in rounds[0][name]}
         for name in rounds[0]
+        if name != "limits"
     }
     ratios: dict[str, dict[str, float]] = {}
     for peer in figures.keys() - {"firstlight"}:
@@ -266,6 +270,40 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def build_limits(folder: Path) -> Path:
+    """Compiles benchmarks/limits.cpp for this machine."""
+    program = folder / "limits"
+    source = Path(__file__).with_name("limits.cpp")
+    flags = ["-O3", "-std=c++20", "-mavx2", "-mfma", "-pthread"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True)
+    return program
+
+
+def shares(model: LoadedModel, rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """How much of what the machine can do decode and prefill reach; limits and figures of the same round."""
+    gathered: set[str] = set()
+    num_macs = 0
+    for op in model.program.ops:
+        if isinstance(op, GatherRows) or (isinstance(op, Norm) and op.x in gathered):
+            gathered.add(op.out)
+        elif isinstance(op, Linear) and op.x not in gathered:
+            num_macs += model.weights[op.weight].rows * model.weights[op.weight].cols
+    num_bytes = sum(weight.data.nbytes for weight in model.weights.values())
+
+    def median(figure: str, limit: str, per_token: float) -> float:
+        return statistics.median(
+            turn["firstlight"][figure] * per_token / (turn["limits"][limit] * 1e9) for turn in rounds
+        )
+
+    return {
+        "weight_bytes": num_bytes,
+        "prefill_macs_per_token": num_macs,
+        "decode_16_of_dram_bandwidth": round(median("decode_16", "dram_gb_s", num_bytes), 3),
+        "prefill_512_of_int8_peak": round(median("prefill_512", "int8_gmac_s", num_macs), 3),
+        "prefill_2048_of_int8_peak": round(median("prefill_2048", "int8_gmac_s", num_macs), 3),
+    }
+
+
 async def run(args: argparse.Namespace, servers: list[Server], prompts: Prompts) -> list[dict[str, Any]]:
     return [await run_round(servers, prompts, args) for _ in range(args.rounds)]
 
@@ -276,6 +314,7 @@ def main() -> None:
     prompts = Prompts(Tokenizer.from_gguf(model.tokenizer.metadata), args.seed)
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
+        args.limits = build_limits(Path(folder))
         servers = chosen_servers(args, Path(folder))
         rounds = asyncio.run(run(args, servers, prompts))
     commit = version_of(["git", "describe", "--always", "--dirty=+", "--abbrev=40"])
@@ -291,7 +330,7 @@ def main() -> None:
         "versions": {"llama.cpp": llama, "OpenVINO GenAI": openvino, "python": platform.python_version()},
         "model": {"file": args.model.name, "bytes": args.model.stat().st_size},
         "servers": {server.name: [Path(word).name for word in server.command] for server in servers},
-        "summary": summarise(rounds),
+        "summary": summarise(rounds) | {"firstlight_of_limits": shares(model, rounds)},
         "rounds": rounds,
     }
     text = json.dumps(document, indent=1)

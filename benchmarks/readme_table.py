@@ -48,7 +48,7 @@ def table(peers: dict[str, Any], quality: dict[str, Any]) -> str:
         f"{hardware['cores']} cores of {hardware['cpu']}; load before the run {load:.1f}; "
         f"{peers['measured_at'][:10]}, commit {str(peers['commit'])[:9]}.",
         f"Versions: {', '.join(f'{name} {version}' for name, version in peers['versions'].items() if version)}.",
-        "llama.cpp ran with 16 slots; OpenVINO GenAI brings no server and ran behind a thin one. Raw figures and commands:",
+        "llama.cpp ran with 16 slots; OpenVINO GenAI brings no server and ran behind a thin one. Figures and commands:",
         "[peers](benchmarks/results/peers-smollm2-q4_1.json), [quality](benchmarks/results/quality-smollm2-q4_1.json).",
     ]
     return "\n".join(lines) + "\n"
