@@ -78,7 +78,7 @@ class Crowd:
             self.outcomes["failed"] += 1
             self.errors.append(error.message)
         else:
-            if job.leave_after_events is not None and seen.finish is None:
+            if job.leave_after_events is not None and seen.num_events >= job.leave_after_events:
                 self.outcomes["left between tokens"] += 1
             elif seen.finish is None or seen.num_output == 0:
                 self.outcomes["lost"] += 1

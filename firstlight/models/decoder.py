@@ -36,8 +36,11 @@ def trace(spec: ModelSpec) -> Program:
     ops.append(Embed("x", "token_embd.weight", spec.embed_scale))
     for layer in range(spec.num_layers):
         tracer.attention(layer)
-        tracer.mlp(layer)
-    ops.append(GatherRows("x", "x_sampled"))
+        if layer == spec.num_layers - 1:  # nobody attends to what comes after: only sampled rows go on
+            ops.append(GatherRows("x", "x_sampled"))
+            tracer.mlp(layer, "_sampled")
+        else:
+            tracer.mlp(layer)
     tracer.norm("x_sampled", "h_sampled", "output_norm.weight")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
     ops.append(Linear("h_sampled", "logits", head))
@@ -74,6 +77,8 @@ class _Tracer:
             "up": spec.ffn_size,
             "x_sampled": spec.hidden_size,
             "h_sampled": spec.hidden_size,
+            "gate_sampled": spec.ffn_size,
+            "up_sampled": spec.ffn_size,
             "logits": spec.vocab_size,
         }
 
@@ -103,14 +108,15 @@ class _Tracer:
             self.norm("h", "h", f"{name}post_attention_norm.weight")
         self.ops.append(Add("x", "h", "x"))
 
-    def mlp(self, layer: int) -> None:
-        """x += down(act(gate(norm(x))) * up(norm(x)))."""
+    def mlp(self, layer: int, rows: str = "") -> None:
+        """x += down(act(gate(norm(x))) * up(norm(x))), over the buffers whose names end in `rows`."""
         spec, name = self.spec, f"blk.{layer}."
-        self.norm("x", "h", f"{name}ffn_norm.weight")
-        self.linear("h", "gate", f"{name}ffn_gate", spec.mlp_bias)
-        self.linear("h", "up", f"{name}ffn_up", spec.mlp_bias)
-        self.ops.append(GatedAct("gate", "up", "gate", spec.activation))
-        self.linear("gate", "h", f"{name}ffn_down", spec.mlp_bias)
+        x, h, gate, up = f"x{rows}", f"h{rows}", f"gate{rows}", f"up{rows}"
+        self.norm(x, h, f"{name}ffn_norm.weight")
+        self.linear(h, gate, f"{name}ffn_gate", spec.mlp_bias)
+        self.linear(h, up, f"{name}ffn_up", spec.mlp_bias)
+        self.ops.append(GatedAct(gate, up, gate, spec.activation))
+        self.linear(gate, h, f"{name}ffn_down", spec.mlp_bias)
         if spec.post_norms:
-            self.norm("h", "h", f"{name}post_ffw_norm.weight")
-        self.ops.append(Add("x", "h", "x"))
+            self.norm(h, h, f"{name}post_ffw_norm.weight")
+        self.ops.append(Add(x, h, x))

@@ -320,7 +320,16 @@ LAYER = ["norm+linear3", "RopeKV", "Attention", "linear1+add", "norm+linear2", "
 
 def test_lower_llama_layer_becomes_six_phases() -> None:
     phases = lower(trace(spec()))
-    assert kinds(phases) == ["Embed", *LAYER, *LAYER, "GatherRows", "norm+linear1"]
+    assert kinds(phases) == ["Embed", *LAYER, *LAYER[:4], "GatherRows", *LAYER[4:], "norm+linear1"]
+
+
+def test_trace_computes_nothing_for_unsampled_rows_after_the_last_attention() -> None:
+    ops = trace(spec()).ops
+    at = next(i for i, op in enumerate(ops) if type(op).__name__ == "GatherRows")
+    last = max(i for i, op in enumerate(ops) if type(op).__name__ == "Attention")
+    assert [type(op).__name__ for op in ops[last + 1 : at]] == ["Linear", "Add"]
+    written = {op.out for op in ops[at:] if type(op).__name__ != "SoftCap"}
+    assert written == {"x_sampled", "h_sampled", "gate_sampled", "up_sampled", "logits"}
 
 
 def test_lower_qk_norms_stay_between_linears_and_rope() -> None:
