@@ -40,6 +40,22 @@ class EngineConfig:
         0.0, "longest gap between tokens a step may cause; 0 = a multiple of this machine's decode step", "ms"
     )
     max_queue: int = option(1024, "requests that may wait", "requests")
+    max_queue_s: float = option(600.0, "predicted time a request may wait before it is refused; 0 = any", "s")
+    mode: str = option(
+        "continuous",
+        "when requests may join: at any step, or as batches that run to their last request's end",
+        choices=("continuous", "dynamic", "static"),
+    )
+    batch_size: int = option(8, "requests in a batch of mode static or dynamic", "requests")
+    batch_wait_ms: float = option(
+        0.0, "longest wait for a batch to fill; 0 = 2,000 in mode static, 50 in mode dynamic", "ms"
+    )
+    reserve_output: bool = option(True, "admit a request only where its predicted output will find KV blocks too")
+    preempt: str = option(
+        "least-work",
+        "who gives way when KV blocks run out: least work to compute again, or last in",
+        choices=("least-work", "last-in"),
+    )
     seed: int = option(0, "base of the seeds drawn for requests that bring none")
     max_grammar_kb: int = option(256, "largest JSON schema, regular expression or grammar of a request", "KB")
     max_grammar_depth: int = option(96, "deepest nesting of objects and lists in a JSON schema", "levels")

@@ -20,6 +20,7 @@ __all__ = [
     "AuthError",
     "BackendError",
     "ConfigError",
+    "DeadlineError",
     "FirstlightError",
     "ModelError",
     "NotFoundError",
@@ -109,6 +110,14 @@ class OverloadedError(FirstlightError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.status = status
+
+
+class DeadlineError(FirstlightError):
+    """The request waited longer than its own deadline and was dropped before any of it was computed."""
+
+    status = 504
+    code = "deadline_exceeded"
+    kind = "timeout_error"
 
 
 class BackendError(FirstlightError):

@@ -94,6 +94,12 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: frozenset[int]
     arrival_s: float
     priority: int = 0
+    """Smaller goes first: -1 interactive, 0 standard, 1 batch."""
+    deadline_s: float | None = None
+    """On the core's clock: a request that was not admitted by then ends with error code "deadline_exceeded"."""
+    tenant: bytes = b""
+    """Who is billed for what is computed: tenants are served alike. Output lengths are learned per tenant and route."""
+    route: str = ""
     cache_salt: bytes = b""
     return_logits: bool = False
     forced_ids: tuple[int, ...] = ()
@@ -211,6 +217,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logits: Any = None
     finish: FinishReason | None = None
     error: str | None = None
+    error_code: str | None = None
+    """What kind of error, where it is not the engine's own failure; a `code` of firstlight.errors."""
     cached_tokens: int = 0
     first_scheduled_s: float | None = None
     """When the request first entered a step, on the monotonic clock; set on its first event."""
@@ -232,6 +240,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
     error: str | None = None
+    error_code: str | None = None
+    """What kind of error, where it is not the engine's own failure; a `code` of firstlight.errors."""
     usage: Usage | None = None
     """On the finishing delta."""
     first_scheduled_s: float | None = None

@@ -59,6 +59,10 @@ class CoreStats:
     last_progress_s: float
     """When the last step ended, on the core's monotonic clock; 0 before the first."""
     failed: str | None
+    predicted_wait_s: float
+    """How long a request that came now would wait, by the step-time model."""
+    step_error: float
+    """Mean relative error of the step-time model over the last steps."""
     cache: CacheStats
     scheduler: SchedulerStats
 
@@ -137,7 +141,7 @@ class EngineCore:
 
         Raises:
             RequestError: one could never be served, or its id is open.
-            OverloadedError: the queue is full, or the core is draining (status 503).
+            OverloadedError: the queue is full, by number or by predicted seconds, or the core is draining (503).
             BackendError: the core has failed.
         """
         for request in requests:
@@ -170,6 +174,8 @@ class EngineCore:
             unused_slots=self._scheduler.unused_slots(),
             last_progress_s=self._last_progress_s,
             failed=self.failed,
+            predicted_wait_s=self._scheduler.predicted_wait_s(),
+            step_error=self.step_time.mean_error,
             cache=self._scheduler.cache.stats(),
             scheduler=self._scheduler.stats.copy(),
         )
@@ -251,10 +257,14 @@ class EngineCore:
             _resolve(self._idle_waiters.pop())
 
     def _step(self) -> None:
-        """One plan, run, absorb; nothing when no request is open."""
+        """One plan, run, absorb. Without a plan it waits for the inbox, at most until a batch is due to start."""
         start_s = self._clock()
+        if expired := self._scheduler.drop_expired():
+            self._emit(expired)
         plan = self._scheduler.plan()
         if plan is None:
+            if (wake_s := self._scheduler.wake_at_s) is not None:
+                self._wait_for_inbox(max(0.0, wake_s - start_s))
             return
         if self._masks is not None:
             plan = self._masks.attach(plan)
@@ -283,6 +293,12 @@ class EngineCore:
         )
         if events:
             self._emit(events)
+
+    def _wait_for_inbox(self, seconds: float) -> None:
+        try:
+            self._inbox.get(timeout=seconds)()
+        except queue.Empty:
+            return
 
     def _take(self, requests: Sequence[CoreRequest]) -> None:
         refused = []

@@ -102,7 +102,8 @@ class Engine:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: for all prompts, or one per prompt.
-            options: `priority`, `cache_salt`, `return_logits`, `forced_ids` of AsyncEngine.generate.
+            options: `priority`, `deadline_s`, `tenant`, `route`, `cache_salt`, `return_logits`, `forced_ids` of
+                AsyncEngine.generate.
 
         Raises:
             RequestError: a prompt or a parameter cannot be served; nothing of the call goes on running.

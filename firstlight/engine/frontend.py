@@ -238,6 +238,9 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
+        deadline_s: float | None = None,
+        tenant: bytes = b"",
+        route: str = "",
         cache_salt: bytes = b"",
         return_logits: bool = False,
         forced_ids: Sequence[int] = (),
@@ -246,7 +249,11 @@ class AsyncEngine:
         """Submits at once and returns the stream of deltas.
 
         Args:
-            priority: smaller goes first.
+            priority: smaller goes first: -1 interactive (a tighter promise on gaps too), 0 standard, 1 batch.
+            deadline_s: seconds from now by which it must have been admitted; else it ends with finish "error" and
+                error code "deadline_exceeded".
+            tenant: who is served: active tenants get alike.
+            route: a name for the kind of request; output lengths are learned per tenant and route.
             cache_salt: requests share cached prefixes only under an equal salt.
             forced_ids: output ids to take in place of sampled ones.
             shown_marks: special tokens, by their spelling, that stay in the text (marks of tool calls, say).
@@ -293,6 +300,9 @@ class AsyncEngine:
                     stop_ids=stop_ids,
                     arrival_s=arrival_s,
                     priority=priority,
+                    deadline_s=None if deadline_s is None else arrival_s + deadline_s,
+                    tenant=tenant,
+                    route=route,
                     cache_salt=cache_salt,
                     return_logits=return_logits,
                     forced_ids=tuple(forced_ids),

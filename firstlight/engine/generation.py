@@ -54,6 +54,7 @@ class Choice:
         self._undecoded: list[int] = []
         self._core_finish: FinishReason | None = None
         self._error: str | None = None
+        self._error_code: str | None = None
         self._clear_pending()
 
     def _clear_pending(self) -> None:
@@ -74,7 +75,7 @@ class Choice:
         self._logprobs += event.logprobs or []
         if event.logits is not None:
             self._logits.append(event.logits)
-        self._core_finish, self._error = event.finish, event.error
+        self._core_finish, self._error, self._error_code = event.finish, event.error, event.error_code
         self._cached_tokens = event.cached_tokens
         self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
         if self._params.stop:
@@ -96,6 +97,7 @@ class Choice:
             finish=finish,
             stop_reason=self._stop_reason,
             error=self._error,
+            error_code=self._error_code,
             usage=self._usage() if finish is not None else None,
             first_scheduled_s=self._first_scheduled_s,
         )

@@ -6,6 +6,7 @@ Knows scheduler and backend; its requests never enter the engine's own cache or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from firstlight.backend.base import Backend
 from firstlight.cache import KVCache
@@ -24,6 +25,7 @@ def warm_up(backend: Backend, limits: SchedulerLimits, step_time: StepTimeModel,
     Mutates: overwrites KV blocks, so call it before the first request.
     """
     info = backend.info
+    limits = replace(limits, mode="continuous", max_queue_s=0.0)
     for num_rows, num_prompt, num_output in BATCHES:
         cache = KVCache(info.num_blocks, info.block_size, info.fingerprint, prefix_cache=False)
         scheduler = Scheduler(cache, limits, clock=clock, step_time=step_time)

@@ -30,6 +30,10 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "kv_cache_blocks_used": ("gauge", "KV blocks held by requests"),
     "steps": ("counter", "Steps the engine has run"),
     "num_preemptions": ("counter", "Requests whose blocks were taken and computed again later"),
+    "recomputed_tokens": ("counter", "Tokens computed again after a preemption"),
+    "num_expired": ("counter", "Requests dropped because their deadline passed while they waited"),
+    "predicted_wait_seconds": ("gauge", "How long a request that came now would wait, as predicted"),
+    "step_time_error_ratio": ("gauge", "Mean error of predicted step times over the last steps, as a share of them"),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
 }

@@ -23,7 +23,15 @@ class SchedulerLimits:
     max_step_samples: int = 0
     """0: as many as tokens."""
     max_queue: int = 1024
+    max_queue_s: float = 0.0
+    """Predicted seconds a request may wait before it is refused; 0: any."""
     itl_slo_s: float = 0.0
+    mode: str = "continuous"
+    batch_size: int = 8
+    batch_wait_s: float = 0.0
+    """0: the mode's own."""
+    reserve_output: bool = True
+    preempt: str = "least-work"
 
     @classmethod
     def of(cls, info: BackendInfo, config: EngineConfig) -> SchedulerLimits:
@@ -36,7 +44,13 @@ class SchedulerLimits:
             vocab_size=info.vocab_size,
             max_step_samples=info.max_step_samples,
             max_queue=config.max_queue,
+            max_queue_s=config.max_queue_s,
             itl_slo_s=config.itl_slo_ms / 1e3,
+            mode=config.mode,
+            batch_size=config.batch_size,
+            batch_wait_s=config.batch_wait_ms / 1e3,
+            reserve_output=config.reserve_output,
+            preempt=config.preempt,
         )
 
 
@@ -46,7 +60,11 @@ class SchedulerStats:
 
     steps: int = 0
     preemptions: int = 0
+    expired: int = 0
+    """Requests whose deadline passed while they waited."""
     prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Tokens computed again after a preemption; among `prefill_tokens`."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

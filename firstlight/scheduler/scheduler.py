@@ -5,26 +5,30 @@ Pure: the clock is an argument, nothing is read from a device. Knows token ids a
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.cache import KVCache
-from firstlight.errors import OverloadedError, RequestError
+from firstlight.errors import DeadlineError, OverloadedError, RequestError
+from firstlight.scheduler.admission import Admission
 from firstlight.scheduler.budget import STANDARD, PrefillBudget, promise_of
 from firstlight.scheduler.drafts import Drafter, accept
+from firstlight.scheduler.fairness import ServedTokens
+from firstlight.scheduler.forecast import Backlog, wait_s
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
+from firstlight.scheduler.modes import BatchGate
 from firstlight.scheduler.state import RequestState, Status
 from firstlight.scheduler.steptime import StepLoad, StepTimeModel
+from firstlight.scheduler.waiting import WaitingQueue, rank_of
 from firstlight.types import CoreRequest, FinishReason, RowResult, StepPlan, StepResult, StepRow, TokenEvent
 
 __all__ = ["Scheduler"]
 
 AGE_TOKENS_PER_S = 500.0
-"""Prefill order is remaining tokens + this * arrival time: a request with R tokens left is overtaken only by
-requests of its class that arrive within R / AGE_TOKENS_PER_S seconds after it."""
+"""Prefill order is remaining tokens + this * arrival time + what its tenant got beyond the least served one: a request
+with R tokens left is overtaken only by requests of its class that arrive within R / AGE_TOKENS_PER_S seconds after it,
+or (R + fairness.MAX_EXCESS_TOKENS) / AGE_TOKENS_PER_S where other tenants are active."""
 MAX_DRAFTS = 16
 """Draft tokens asked for per row and step."""
 RETRY_AFTER_BOUNDS_S = (1.0, 120.0)
@@ -65,13 +69,16 @@ class Scheduler:
         self._clock = clock
         self._drafter = drafter
         self._states: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []
+        self._waiting = WaitingQueue()
         self._prefills: dict[str, RequestState] = {}
         self._decodes: dict[str, RequestState] = {}
         self._ended_ids: list[str] = []
         self._step: _Step | None = None
         self._num_added = 0
         self._budget = PrefillBudget(limits, step_time)
+        self._admission = Admission(cache, limits)
+        self._gate = BatchGate(limits)
+        self._served = ServedTokens()
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
@@ -115,20 +122,50 @@ class Scheduler:
             raise RequestError(f"`max_tokens` is {request.max_tokens}: ask for at least 1", param="max_tokens")
 
     def refuse_if_full(self, num_ahead: int) -> None:
-        """Raises OverloadedError when `num_ahead` requests wait and the queue holds no more."""
-        if num_ahead >= self.limits.max_queue:
-            wait_s = self.retry_after_s()
+        """Raises OverloadedError when `num_ahead` requests wait and the queue, by number or seconds, holds no more."""
+        limits = self.limits
+        if num_ahead >= limits.max_queue:
+            again_s = self.retry_after_s()
             raise OverloadedError(
-                f"{num_ahead} requests wait, `max_queue` is {self.limits.max_queue}: try again in {wait_s:.0f} s",
-                retry_after_s=wait_s,
+                f"{num_ahead} requests wait, `max_queue` is {limits.max_queue}: try again in {again_s:.0f} s",
+                retry_after_s=again_s,
+            )
+        if limits.max_queue_s == 0 or num_ahead == 0:
+            return
+        predicted_s = self.predicted_wait_s()
+        if predicted_s > limits.max_queue_s:
+            again_s = self._bounded_s(predicted_s - limits.max_queue_s)
+            raise OverloadedError(
+                f"a new request would wait about {predicted_s:.0f} s, `max_queue_s` is {limits.max_queue_s:g}: "
+                f"try again in {again_s:.0f} s",
+                retry_after_s=again_s,
             )
 
+    def predicted_wait_s(self) -> float:
+        """Predicted seconds until a request that came now would be admitted and computed. Any thread."""
+        running = [*list(self._prefills.values()), *list(self._decodes.values())]
+        output = [self._admission.expected_output(state) - state.num_output for state in running]
+        mean_tokens = (self._waiting.tokens + sum(len(s.tokens) for s in running)) / max(1, len(self._states))
+        mean_output = sum(output) / len(output) if output else self._waiting.mean_output
+        blocks = self.cache.num_blocks_for(round(mean_tokens + mean_output) or 1)
+        backlog = Backlog(
+            prefill_tokens=self._waiting.tokens + sum(s.gap for s in running),
+            num_open=len(self._waiting) + len(running),
+            num_streams=len(self._decodes),
+            most_running=max(1, min(self.limits.max_step_rows, self.cache.num_blocks // blocks)),
+            mean_tokens=mean_tokens,
+            mean_output=mean_output,
+        )
+        return wait_s(backlog, self.step_time)
+
     def retry_after_s(self) -> float:
-        """Predicted seconds until the prompts that wait now are computed, inside 1..120."""
-        per_token_s = self.step_time.coefficients.token_s
-        backlog = sum(state.gap for state in list(self._waiting))
+        """`predicted_wait_s` as a client is told it, inside 1..120."""
+        return self._bounded_s(self.predicted_wait_s())
+
+    @staticmethod
+    def _bounded_s(seconds: float) -> float:
         low, high = RETRY_AFTER_BOUNDS_S
-        return max(low, min(high, backlog * per_token_s))
+        return max(low, min(high, seconds))
 
     def add(self, request: CoreRequest) -> None:
         """Queues a request. Raises RequestError (never servable, or the id is open) or OverloadedError."""
@@ -142,7 +179,8 @@ class Scheduler:
         self._num_added += 1
         state.rank = (request.priority, 1, remaining + AGE_TOKENS_PER_S * request.arrival_s, self._num_added)
         self._states[state.id] = state
-        bisect.insort(self._waiting, state, key=_rank)
+        self._served.opened(request.tenant)
+        self._waiting.add(state)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it stands and frees its blocks; None if it is not open."""
@@ -164,14 +202,34 @@ class Scheduler:
         self._step = None
         return [self._end(state, FinishReason.ERROR, error=message) for state in list(self._states.values())]
 
+    def drop_expired(self) -> list[TokenEvent]:
+        """Ends requests that waited past their deadline, before any of their work is done. Call it before `plan`."""
+        now, events = self._clock(), []
+        for state in self._waiting.expired(now):
+            waited_s = now - state.request.arrival_s
+            message = (
+                f"the request waited {waited_s * 1e3:.0f} ms and was not started before its deadline: send it again "
+                "later, or with a larger `deadline_ms`"
+            )
+            self.stats.expired += 1
+            events.append(self._end(state, FinishReason.ERROR, error=message, error_code=DeadlineError.code))
+        return events
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """After a `plan` of None with requests open: when to plan again, unless something comes in before."""
+        times = [t for t in (self._gate.wake_at_s, self._waiting.next_deadline_s()) if t is not None]
+        return min(times, default=None)
+
     # -- plan -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when no request is open. Mutates: admits, preempts, allocates."""
+        """The next step; None when no request is open or a batch still fills. Mutates: admits, preempts, allocates."""
         assert self._step is None, "plan before the last step was absorbed"
         if not self._states:
             return None
         now = self._clock()
+        self._open_gate(now)
         while True:
             step = _Step(StepLoad(), [], [], [])
             self._secure_decode_blocks()
@@ -179,11 +237,19 @@ class Scheduler:
             self._plan_prefills(step, now)
             if step.rows:
                 break
+            if self.num_running == 0:
+                return None
             self._preempt(self._victim())
         self._step = step
         self.stats.steps += 1
         ended, self._ended_ids = self._ended_ids, []
         return StepPlan(step_id=self.stats.steps, rows=step.rows, finished_ids=ended)
+
+    def _open_gate(self, now: float) -> None:
+        is_busy = self.num_running + self._waiting.num_returning > 0
+        num_new = len(self._waiting) - self._waiting.num_returning
+        oldest_s = None if is_busy else self._waiting.oldest_arrival_s()
+        self._gate.open(now, num_new, oldest_s, is_busy=is_busy)
 
     def _secure_decode_blocks(self) -> None:
         """Gives each stream the block its next token needs; preempts where the pool is empty."""
@@ -247,17 +313,24 @@ class Scheduler:
 
     def _prefill_candidates(self) -> Iterator[RequestState]:
         """Running prefills and whoever can be admitted, best rank first; each is admitted when it is asked for."""
-        if not self._prefills and not self._waiting:
-            return
-        waiting = list(self._waiting)
-        for state in heapq.merge(sorted(self._prefills.values(), key=_rank), waiting, key=_rank):
-            if state.status is not Status.PREFILL:
-                if self._awaits_equal_prefix(state):
-                    continue
-                if not self._admit(state):
-                    waiting.clear()  # ends the waiting half of the merge: nobody overtakes the one that does not fit
-                    continue
+        prefills = sorted(self._prefills.values(), key=rank_of)
+        waiting = self._waiting.ordered(self._served.excess) if self._waiting else []
+        at = 0
+        while prefills or at < len(waiting):
+            if at == len(waiting) or (prefills and rank_of(prefills[0]) < rank_of(waiting[at])):
+                yield prefills.pop(0)
+                continue
+            state = waiting[at]
+            at += 1
+            if self._awaits_equal_prefix(state) or not self._may_start(state):
+                continue
+            if not self._admit(state):
+                at = len(waiting)  # nobody overtakes the one that does not fit
+                continue
             yield state
+
+    def _may_start(self, state: RequestState) -> bool:
+        return state.status is Status.PREEMPTED or self._gate.has_room
 
     def _awaits_equal_prefix(self, state: RequestState) -> bool:
         """True while a request that is not less urgent computes the very block this one needs next."""
@@ -271,21 +344,20 @@ class Scheduler:
     def _admit(self, state: RequestState) -> bool:
         """Starts a waiting request on its cached prefix; False when rows or blocks do not suffice.
 
-        All its known tokens must get blocks without taking those that running requests will need soon. A preempted
-        request needs more than it gave up, so it returns only after another one has ended: no back and forth.
+        It must be able to run to its predicted end without taking blocks that running requests will need to theirs.
         """
         if self.num_running >= self.limits.max_step_rows:
             return False
         hits = self.cache.peek(state.table, state.tokens)
-        needed = self.cache.num_needed(hits, len(state.tokens) + 1) + len(self._decodes)
-        for other in self._prefills.values():
-            needed += self.cache.num_blocks_for(len(other.tokens) + 1) - len(other.table.blocks)
-        if needed > self.cache.num_free and self.num_running > 0:
+        if self.num_running > 0 and not self._admission.fits(
+            state, hits, self._prefills.values(), self._decodes.values()
+        ):
             return False
         self._waiting.remove(state)
         state.num_computed = self.cache.adopt(state.table, state.tokens, hits)
         if state.num_preemptions == 0:
-            state.cached_tokens = state.num_computed
+            state.cached_tokens = state.high_water = state.num_computed
+            self._gate.started()
         state.status = Status.PREFILL
         self._prefills[state.id] = state
         return True
@@ -311,9 +383,7 @@ class Scheduler:
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def _victim(self) -> RequestState:
-        """Of the least urgent class that runs, the request with least computed work to lose (ties: the youngest)."""
-        running = [*self._prefills.values(), *self._decodes.values()]
-        return min(running, key=lambda s: (-s.request.priority, s.num_computed, -s.rank[3]))
+        return self._admission.victim([*self._prefills.values(), *self._decodes.values()])
 
     def _preempt(self, state: RequestState) -> None:
         """Takes its blocks; what it has said stays known and is computed again when it returns, first of its class."""
@@ -324,7 +394,7 @@ class Scheduler:
         state.num_preemptions += 1
         state.status = Status.PREEMPTED
         state.rank = (state.request.priority, 0, state.rank[2], state.rank[3])
-        bisect.insort(self._waiting, state, key=_rank)
+        self._waiting.add(state)
         self.stats.preemptions += 1
 
     # -- absorb ---------------------------------------------------------------------------------------------------
@@ -349,8 +419,12 @@ class Scheduler:
     def _advance(self, state: RequestState, num: int) -> None:
         """Counts `num` more tokens as computed and publishes blocks that became full."""
         state.num_computed += num
+        again = max(0, min(num, state.high_water - state.num_computed + num))
+        state.high_water = max(state.high_water, state.num_computed)
+        self.stats.recomputed_tokens += again
         if state.status is Status.PREFILL:
             self.stats.prefill_tokens += num
+            self._served.add(state.request.tenant, num - again, 0)
         self.cache.publish(state.table, state.tokens, state.num_computed)
 
     def _absorb_samples(self, state: RequestState, drafts: list[int], num_known: int, got: RowResult) -> TokenEvent:
@@ -361,6 +435,7 @@ class Scheduler:
         state.tokens.extend(new)
         self._advance(state, num_known + len(new) - 1)
         self.stats.output_tokens += len(new)
+        self._served.add(state.request.tenant, 0, len(new))
         if drafts:
             self.stats.draft_tokens += len(drafts)
             self.stats.accepted_tokens += len(new) - 1
@@ -380,6 +455,7 @@ class Scheduler:
         token_ids: list[int] | None = None,
         got: RowResult | None = None,
         error: str | None = None,
+        error_code: str | None = None,
     ) -> TokenEvent:
         """Forgets a request and frees its blocks; its last event."""
         if state.status in (Status.WAITING, Status.PREEMPTED):
@@ -387,11 +463,14 @@ class Scheduler:
         self._prefills.pop(state.id, None)
         self._decodes.pop(state.id, None)
         self.cache.release(state.table)
+        self._served.closed(state.request.tenant)
+        if finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._admission.ended(state)
         state.status = Status.ENDED
         del self._states[state.id]
         self._ended_ids.append(state.id)
         self.stats.finished[finish.value] += 1
-        return self._event(state, token_ids or [], got, finish, error)
+        return self._event(state, token_ids or [], got, finish, error, error_code)
 
     def _event(
         self,
@@ -400,6 +479,7 @@ class Scheduler:
         got: RowResult | None,
         finish: FinishReason | None = None,
         error: str | None = None,
+        error_code: str | None = None,
     ) -> TokenEvent:
         num = len(token_ids)
         logits: Any = None if got is None or got.logits is None else got.logits[:num]
@@ -411,6 +491,7 @@ class Scheduler:
             logits=logits,
             finish=finish,
             error=error,
+            error_code=error_code,
             cached_tokens=state.cached_tokens,
             first_scheduled_s=state.first_scheduled_s if first else None,
         )
@@ -421,7 +502,7 @@ class Scheduler:
         """Audits requests, queues, tables and pool against each other. Raises AssertionError saying what is broken."""
         states = self._states
         self.cache.check(state.table for state in states.values())
-        assert self._waiting == sorted(self._waiting, key=_rank), "the waiting queue is out of order"
+        self._waiting.check()
         homes = [s.id for s in self._waiting] + list(self._prefills) + list(self._decodes)
         assert sorted(homes) == sorted(states), "open requests and queues disagree"
         for state in states.values():
@@ -445,7 +526,3 @@ class Scheduler:
         """Token slots in held blocks that hold no token yet: at most one partial block per request, by design."""
         running = [*self._prefills.values(), *self._decodes.values()]
         return sum(len(s.table.blocks) * self.cache.block_size - s.num_computed for s in running)
-
-
-def _rank(state: RequestState) -> tuple[int, int, float, int]:
-    return state.rank

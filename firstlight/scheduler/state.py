@@ -31,8 +31,10 @@ class RequestState:
     __slots__ = (
         "awaited_key",
         "cached_tokens",
+        "expected_output",
         "first_scheduled_s",
         "has_penalty",
+        "high_water",
         "max_tokens",
         "num_computed",
         "num_preemptions",
@@ -56,6 +58,10 @@ class RequestState:
         self.awaited_key: bytes | None = None
         """The first block's key it lacked when last looked up."""
         self.num_preemptions = 0
+        self.high_water = 0
+        """The most tokens it ever had computed; below that, work is done again."""
+        self.expected_output = 0
+        """Output tokens set aside for it in all; 0: not asked yet."""
         self.first_scheduled_s: float | None = None
         self.was_reported = False
         self.status = Status.WAITING

@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from firstlight.engine.generation import Generation
-from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
+from firstlight.errors import BackendError, DeadlineError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
 from firstlight.server.merge import merged_batches
 from firstlight.server.record import RequestRecord
@@ -109,12 +110,12 @@ class Answer:
     async def _submit(self, prompts: Sequence[list[int]]) -> list[Generation]:
         """One generation per prompt; none goes on if one is refused."""
         generations: list[Generation] = []
-        params, salt = self._params, self._cache_salt
+        params, options = self._params, self._urgency()
         marks = self._dialect.marks(self._request.tools) if self._parsers else ()
         try:
             for at, ids in enumerate(prompts):
                 name = f"{self._answer_id}-{at}" if len(prompts) > 1 else self._answer_id
-                generations.append(self._engine.generate(name, ids, params, cache_salt=salt, shown_marks=marks))
+                generations.append(self._engine.generate(name, ids, params, shown_marks=marks, **options))
         except BaseException as error:
             for generation in generations:
                 await generation.aclose()
@@ -122,6 +123,17 @@ class Answer:
                 raise RequestError(error.message, param="messages") from None
             raise
         return generations
+
+    def _urgency(self) -> dict[str, Any]:
+        """Whose request it is, of what kind, and how soon it is wanted, as `generate` takes it."""
+        deadline_ms = self._request.deadline_ms
+        return {
+            "priority": self._request.priority,
+            "deadline_s": None if deadline_ms is None else deadline_ms / 1e3,
+            "tenant": self._cache_salt,
+            "route": "chat" if self._request.is_chat else "completions",
+            "cache_salt": self._cache_salt,
+        }
 
     def _form(self, prompts: Sequence[list[int]]) -> AnswerForm:
         request, info, tokenizer = self._request, self._engine.info, self._engine.tokenizer
@@ -223,4 +235,6 @@ def _failure(delta: OutputDelta) -> FirstlightError:
         return OverloadedError(
             "the server is shutting down: send the request again", retry_after_s=_SHUTDOWN_RETRY_S, status=503
         )
+    if delta.error_code == DeadlineError.code:
+        return DeadlineError(delta.error or "the deadline has passed", param="deadline_ms")
     return BackendError(delta.error or "the engine failed")

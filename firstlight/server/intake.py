@@ -23,6 +23,7 @@ from firstlight.server.fields import (
 from firstlight.server.json_body import decode_object
 from firstlight.server.structured import answer_grammar
 from firstlight.server.tools import checked_calls, tool_use
+from firstlight.server.urgency import checked_deadline, priority_of
 from firstlight.server.wire import (
     ChatBody,
     CompletionBody,
@@ -160,6 +161,8 @@ class Intake:
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             timings=body.timings,
+            priority=priority_of(body.priority),
+            deadline_ms=checked_deadline(body.deadline_ms),
             **rest,
         )
 

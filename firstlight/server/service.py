@@ -143,6 +143,10 @@ class Service:
             "kv_cache_blocks_used": num_used,
             "steps": stats.scheduler.steps,
             "num_preemptions": stats.scheduler.preemptions,
+            "recomputed_tokens": stats.scheduler.recomputed_tokens,
+            "num_expired": stats.scheduler.expired,
+            "predicted_wait_seconds": stats.predicted_wait_s,
+            "step_time_error_ratio": stats.step_error,
             "prefix_cache_queries": stats.cache.lookup_tokens,
             "prefix_cache_hits": stats.cache.hit_tokens,
         }

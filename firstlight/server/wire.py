@@ -53,6 +53,8 @@ class SharedBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     timings: bool = False
+    priority: str | None = None
+    deadline_ms: float | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
@@ -133,6 +135,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     timings: bool = False
+    priority: int = 0
+    deadline_ms: float | None = None
 
     @property
     def is_chat(self) -> bool:

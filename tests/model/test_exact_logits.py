@@ -76,7 +76,7 @@ def run(
     at_once: int,
     cache: KVCache | None = None,
     drafter: Any = None,
-    **limits: int,
+    **limits: Any,
 ) -> tuple[Answers, SchedulerStats]:
     """Every answer, with `at_once` requests open at any time, in a random order that the seed fixes."""
     info = backend.info
@@ -163,7 +163,7 @@ def test_logits_after_preemption_and_drafts_are_equal_to_the_bit(
     assert stats.preemptions == 0
 
     backend = make_backend(threads=2, num_blocks=20)
-    preempted, stats = run(backend, some, at_once=16)
+    preempted, stats = run(backend, some, at_once=16, reserve_output=False)
     assert preempted == reference
     assert stats.preemptions > 0
 
@@ -180,6 +180,16 @@ def test_logits_after_preemption_and_drafts_are_equal_to_the_bit(
     drafted, stats = run(make_backend(threads=2, num_blocks=256), some, at_once=6, drafter=draft)
     assert drafted == reference
     assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_logits_in_batches_are_equal_to_the_bit(
+    requests: list[CoreRequest], alone: Answers, make_backend: Callable[..., CpuBackend], mode: str
+) -> None:
+    some = requests[::5]
+    together, stats = run(make_backend(num_blocks=256), some, at_once=12, mode=mode, batch_size=5)
+    assert together == {request.request_id: alone[request.request_id] for request in some}
+    assert stats.steps >= len(some) / 5 * 3
 
 
 @pytest.mark.parametrize("threads", [1, 2])

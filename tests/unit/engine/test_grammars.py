@@ -95,7 +95,7 @@ async def test_constrained_answers_are_the_same_by_every_road_and_valid() -> Non
 
 @in_loop
 async def test_preemption_keeps_the_place_in_the_grammar() -> None:
-    async with engine(block_size=4, num_blocks=48) as one:
+    async with engine(block_size=4, num_blocks=48, reserve_output=False) as one:
         wanted = [params(JSON, seed, max_tokens=80) for seed in range(12)]
         got = await asyncio.gather(*(answer(one, f"p{seed}", wanted[seed]) for seed in range(12)))
         assert one.stats().scheduler.preemptions > 0

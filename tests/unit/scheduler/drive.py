@@ -33,6 +33,8 @@ def request(
     arrival_s: float = 0.0,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    deadline_s: float | None = None,
     seed: int = 0,
     forced_ids: Sequence[int] = (),
     **params: float,
@@ -47,6 +49,8 @@ def request(
         arrival_s=arrival_s,
         priority=priority,
         cache_salt=salt,
+        tenant=tenant,
+        deadline_s=deadline_s,
         forced_ids=tuple(forced_ids),
     )
 
@@ -62,7 +66,13 @@ class Drive:
     max_step_samples: int = 0
     max_model_len: int = MODEL_LEN
     max_queue: int = 1024
+    max_queue_s: float = 0.0
     itl_slo_s: float = 0.0
+    mode: str = "continuous"
+    batch_size: int = 3
+    batch_wait_s: float = 0.0
+    reserve_output: bool = True
+    preempt: str = "least-work"
     prefix_cache: bool = True
     drafter: Drafter | None = None
     run_s: float = 0.001
@@ -88,7 +98,13 @@ class Drive:
             max_model_len=self.max_model_len,
             vocab_size=VOCAB,
             max_queue=self.max_queue,
+            max_queue_s=self.max_queue_s,
             itl_slo_s=self.itl_slo_s,
+            mode=self.mode,
+            batch_size=self.batch_size,
+            batch_wait_s=self.batch_wait_s,
+            reserve_output=self.reserve_output,
+            preempt=self.preempt,
         )
         cache = KVCache(self.num_blocks, self.block_size, b"w", prefix_cache=self.prefix_cache)
         self.scheduler = Scheduler(cache, limits, clock=self.clock, step_time=self.step_time, drafter=self.drafter)
@@ -105,7 +121,13 @@ class Drive:
         return event
 
     def step(self) -> StepPlan | None:
+        """Runs a step; None when none is planned: with requests open, the clock moves on to when one may be."""
+        dropped = self.scheduler.drop_expired()
+        self.events += dropped
+        self.scheduler.check()
         plan = self.scheduler.plan()
+        if plan is None and (wake_s := self.scheduler.wake_at_s) is not None:
+            self.clock.advance(max(1e-6, wake_s - self.clock()))
         if plan is None:
             return None
         self.scheduler.check()
@@ -118,7 +140,7 @@ class Drive:
 
     def finish(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
-            if self.step() is None:
+            if self.step() is None and not self.scheduler.has_work:
                 return
         raise AssertionError(f"still busy after {max_steps} steps")
 

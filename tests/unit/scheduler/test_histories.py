@@ -38,7 +38,9 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
             draw(st.integers(1, 14)),
             stop_ids=[STOP_ID] if draw(st.booleans()) else [],
             arrival_s=i / 100,
-            priority=draw(st.sampled_from([0, 0, 0, 1])),
+            priority=draw(st.sampled_from([-1, 0, 0, 1])),
+            tenant=draw(st.sampled_from([b"", b"", b"other"])),
+            deadline_s=draw(st.sampled_from([None, None, 0.0, 0.02, 1.0])),
             salt=draw(st.sampled_from([b"", b"", b"tenant"])),
             seed=draw(st.integers(0, 9)),
             forced_ids=draw(st.sampled_from([(), (), (), (5, 6, 7), (9, STOP_ID, 9)])),
@@ -77,10 +79,17 @@ def assert_answers_as_alone(drive: Drive, served: dict[str, CoreRequest]) -> Non
         if ends[0] is FinishReason.ABORT:
             assert ids == alone[: len(ids)]
             continue
+        if ends[0] is FinishReason.ERROR:
+            assert one.deadline_s is not None
+            assert ids == [], f"{request_id} was dropped for its deadline after it had begun"
+            continue
         assert ids == alone
         assert ends[0] is (FinishReason.STOP if alone[-1] in one.stop_ids else FinishReason.LENGTH)
     assert drive.scheduler.cache.num_free == drive.num_blocks
     assert {event.request_id for event in drive.events} == set(served)
+    stats = drive.scheduler.stats
+    assert stats.recomputed_tokens <= stats.prefill_tokens
+    assert stats.recomputed_tokens == 0 or stats.preemptions > 0
 
 
 def assert_plans_keep_their_bounds(drive: Drive) -> None:
@@ -100,6 +109,10 @@ machines = st.fixed_dictionaries(
         "prefix_cache": st.booleans(),
         "itl_slo_s": st.sampled_from([0.0, 0.002, 0.05]),
         "run_s": st.sampled_from([0.001, 0.1]),
+        "mode": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
+        "batch_size": st.integers(1, 5),
+        "reserve_output": st.booleans(),
+        "preempt": st.sampled_from(["least-work", "least-work", "last-in"]),
     }
 )
 

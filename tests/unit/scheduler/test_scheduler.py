@@ -238,7 +238,7 @@ def test_next_turn_reuses_the_blocks_of_the_answer() -> None:
 
 def full_pool(**options: int) -> Drive:
     """Two streams that together outgrow the pool: "old" has computed more than "young"."""
-    drive = Drive(num_blocks=8, block_size=4, max_step_tokens=32, **options)
+    drive = Drive(reserve_output=False, num_blocks=8, block_size=4, max_step_tokens=32, **options)
     drive.add(request("old", [1] * 10, 20))
     drive.step()
     drive.add(request("young", [2] * 8, 12, priority=options.get("priority", 0)))
@@ -278,7 +278,7 @@ def test_preempted_request_returns_only_after_another_has_ended() -> None:
 
 
 def test_preemption_spares_the_more_urgent_class() -> None:
-    drive = Drive(num_blocks=8, block_size=4, max_step_tokens=32)
+    drive = Drive(reserve_output=False, num_blocks=8, block_size=4, max_step_tokens=32)
     drive.add(request("old", [1] * 10, 20, priority=1))
     drive.step()
     drive.add(request("young", [2] * 8, 12, priority=0))

@@ -1,0 +1,96 @@
+"""What a step may cost the streams in it: promises by priority, and what they are relative to."""
+
+from __future__ import annotations
+
+import pytest
+
+from firstlight.scheduler import SchedulerLimits, StepLoad, StepTimeModel
+from firstlight.scheduler.budget import BATCH, INTERACTIVE, STANDARD, PrefillBudget, promise_of
+
+
+def machine(context_s: float = 0.0) -> StepTimeModel:
+    """A step costs 4 ms, a token 1 ms, a token of context `context_s`; known exactly."""
+    model = StepTimeModel()
+    for rows, num, start in [(1, 1, 0), (1, 64, 0), (8, 1, 500), (2, 1, 2000), (1, 16, 1000), (1, 256, 0)] * 60:
+        load = StepLoad()
+        for _ in range(rows):
+            load.add(start, num)
+        model.observe(load, 0.004 + 0.001 * load.tokens + context_s * load.context)
+    return model
+
+
+def budget(model: StepTimeModel, itl_slo_s: float = 0.0) -> PrefillBudget:
+    limits = SchedulerLimits(
+        max_step_rows=64, max_step_tokens=512, max_model_len=8192, vocab_size=40, itl_slo_s=itl_slo_s
+    )
+    return PrefillBudget(limits, model)
+
+
+def streams(num: int, context: int) -> StepLoad:
+    load = StepLoad()
+    for _ in range(num):
+        load.add(context, 1)
+    return load
+
+
+def seconds(model: StepTimeModel, decodes: StepLoad, chunk: int) -> float:
+    load = StepLoad(decodes.rows, decodes.tokens, decodes.context, decodes.attended)
+    load.add(0, chunk)
+    return model.predict_s(load)
+
+
+@pytest.mark.parametrize("num", [1, 4, 8, 16])
+def test_chunk_keeps_the_step_inside_twice_the_undisturbed_one_plus_10_ms(num: int) -> None:
+    model = machine()
+    one, decodes = budget(model), streams(num, 100)
+    one.open(decodes, 1.0)
+    chunk = one.chunk(decodes, 0, 4000, is_first=True)
+    promised = 2 * model.predict_s(decodes) + 0.010
+    assert 0.8 * promised < seconds(model, decodes, chunk) < promised
+
+
+def test_promise_does_not_grow_with_context_gained_beside_a_prefill() -> None:
+    model = machine(context_s=5e-6)
+    one, before = budget(model), streams(8, 100)
+    one.open(before, 100.0)
+    one.close(before, was_starved=False, is_calm=True)
+    promised = 2 * model.predict_s(before) + 0.010
+    for step in range(1, 200):
+        now, decodes = 100.0 + step / 50, streams(8, 100 + step)
+        one.open(decodes, now)
+        chunk = one.chunk(decodes, 0, 4000, is_first=True)
+        assert chunk > 0
+        assert seconds(model, decodes, chunk) < promised
+        one.close(decodes, was_starved=False, is_calm=False)
+
+
+def test_promise_tightens_for_interactive_streams_and_relaxes_for_batch() -> None:
+    model, decodes = machine(), streams(4, 100)
+    chunks = []
+    for priority in (INTERACTIVE, STANDARD, BATCH):
+        one = budget(model)
+        one.open(decodes, 1.0, promise_of(priority))
+        chunks.append(one.chunk(decodes, 0, 4000, is_first=True))
+    assert chunks[0] < chunks[1] < chunks[2] / 3
+
+
+def test_promise_of_priorities_beyond_the_named_ones_is_the_nearest() -> None:
+    assert promise_of(-7) == promise_of(INTERACTIVE)
+    assert promise_of(7) == promise_of(BATCH)
+
+
+def test_itl_slo_bounds_the_step_itself() -> None:
+    model, decodes = machine(), streams(4, 100)
+    one = budget(model, itl_slo_s=0.050)
+    one.open(decodes, 1.0)
+    assert 0.8 * 0.050 < seconds(model, decodes, one.chunk(decodes, 0, 4000, is_first=True)) < 0.050
+
+
+def test_steps_that_overrun_their_prediction_are_filled_less() -> None:
+    model, decodes = machine(), streams(4, 100)
+    one = budget(model)
+    one.open(decodes, 1.0)
+    calm = one.chunk(decodes, 0, 4000, is_first=True)
+    model.overrun = 0.25
+    one.open(decodes, 1.0)
+    assert 0 < one.chunk(decodes, 0, 4000, is_first=True) < calm
