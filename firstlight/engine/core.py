@@ -336,12 +336,17 @@ class EngineCore:
         self._emit(self._scheduler.fail_all(message))
 
     def _failed(self, event: TokenEvent, failed: dict[str, str]) -> TokenEvent:
-        """The event, or the error that takes its place: what was sampled without a mask is never shown."""
+        """The event, or the error in its place: what was sampled without a mask is never shown. Mutates: ends it."""
         error = failed.get(event.request_id)
         if error is None:
             return event
-        return self._scheduler.fail(event.request_id, error) or TokenEvent(
-            request_id=event.request_id, token_ids=[], finish=FinishReason.ERROR, error=error
+        self._scheduler.fail(event.request_id, error)  # nothing to end where the event was its last
+        return TokenEvent(
+            request_id=event.request_id,
+            token_ids=[],
+            finish=FinishReason.ERROR,
+            error=error,
+            error_code=RequestError.code,
         )
 
     def _emit(self, events: list[TokenEvent]) -> None:

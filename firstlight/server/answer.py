@@ -168,7 +168,7 @@ class Answer:
         if delta.first_scheduled_s is not None:
             self._record.scheduled(delta.first_scheduled_s)
         if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
-            raise _failure(delta)
+            raise self._failure(delta)
         if delta.finish is not None:
             self._record.finished(choice, delta.finish)
         if delta.usage is not None:
@@ -181,6 +181,19 @@ class Answer:
         if delta.finish is not None:
             parts += parser.finish()
         return Piece(choice, delta.text, logprobs, num_tokens, delta.finish, parts, parser.num_calls > 0)
+
+    def _failure(self, delta: OutputDelta) -> FirstlightError:
+        """Why a choice did not end by itself. Only a closing engine aborts what its client still waits for."""
+        if delta.finish is FinishReason.ABORT:
+            return OverloadedError(
+                "the server is shutting down: send the request again", retry_after_s=_SHUTDOWN_RETRY_S, status=503
+            )
+        if delta.error_code == DeadlineError.code:
+            return DeadlineError(delta.error or "the deadline has passed", param="deadline_ms")
+        message, grammar = delta.error or "the engine failed", self._params.grammar
+        if delta.error_code == RequestError.code and grammar is not None:
+            return RequestError(f"`{grammar.field}` cannot be used: {message}", param=grammar.field)
+        return BackendError(message)
 
     def _shown_logprobs(self, delta: OutputDelta) -> list[TokenLogprob] | None:
         """Logprobs of the tokens that are text: the token that ended the answer is counted, but not shown."""
@@ -227,14 +240,3 @@ class Answer:
 
     def _timings(self) -> dict[str, float] | None:
         return self._record.timings() if self._request.timings else None
-
-
-def _failure(delta: OutputDelta) -> FirstlightError:
-    """Why a choice did not end by itself. Only a closing engine aborts what its client still waits for."""
-    if delta.finish is FinishReason.ABORT:
-        return OverloadedError(
-            "the server is shutting down: send the request again", retry_after_s=_SHUTDOWN_RETRY_S, status=503
-        )
-    if delta.error_code == DeadlineError.code:
-        return DeadlineError(delta.error or "the deadline has passed", param="deadline_ms")
-    return BackendError(delta.error or "the engine failed")

@@ -42,7 +42,16 @@ def validators(shared_dir: Path) -> Validators:
     }
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4, "n": 2}])
+CALLS = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "null"}}}}}],
+    "tool_choice": "required",
+    "max_tokens": 200,
+}
+CHAT_VARIANTS = [*VARIANTS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4, "n": 2}, CALLS]
+CHAT_VARIANTS += [{**CALLS, "logprobs": True, "n": 2}, {"response_format": {"type": "json_object"}}]
+
+
+@pytest.mark.parametrize("variant", CHAT_VARIANTS)
 def test_chat_answers_and_chunks_fit_the_schema(
     http: httpx.Client, validators: Validators, variant: dict[str, Any]
 ) -> None:

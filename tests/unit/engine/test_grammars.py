@@ -128,9 +128,10 @@ async def test_forced_ids_move_the_grammar_and_one_outside_it_ends_the_request_a
         assert inside.text.startswith("abc")
         assert re.fullmatch(WORD.text, inside.text)
         beside = asyncio.create_task(answer(one, "y", params(JSON, 1)))
-        outside = await answer(one, "x", params(WORD, 0), forced_ids=list(b"abz"))
-        assert outside.finish is FinishReason.ERROR
-        assert outside.error == "token 122 is outside the grammar"
+        deltas = [d async for d in one.generate("r", [1], params(WORD, 0), forced_ids=list(b"abz"))]
+        assert deltas[-1].finish is FinishReason.ERROR
+        assert deltas[-1].error == "token 122 is outside the grammar"
+        assert deltas[-1].error_code == "invalid_request"
         assert (await beside).finish is FinishReason.STOP
         await one.check()
         assert one.stats().running == 0
