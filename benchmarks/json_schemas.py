@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import jsonschema
 
-MAX_TOKENS = 256
+MAX_TOKENS = 640
 MAX_PROMPT_CHARS = 400
 SPEED_STREAMS = 8
 SPEED_TOKENS = 128

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         OverloadedError,
         RequestError,
     )
-    from firstlight.types import FinishReason, SamplingParams
+    from firstlight.types import FinishReason, GrammarSpec, SamplingParams
 
 __all__ = [
     "AsyncEngine",
@@ -32,6 +32,7 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "FirstlightError",
+    "GrammarSpec",
     "ModelError",
     "OverloadedError",
     "RequestError",
@@ -47,6 +48,7 @@ _MODULES = {
     "EngineConfig": "config",
     "FinishReason": "types",
     "FirstlightError": "errors",
+    "GrammarSpec": "types",
     "ModelError": "errors",
     "OverloadedError": "errors",
     "RequestError": "errors",

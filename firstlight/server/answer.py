@@ -86,9 +86,10 @@ class Answer:
 
     async def _encode(self) -> list[list[int]]:
         request = self._request
-        self._refuse_hopeless("messages", [message["content"] for message in request.messages])
+        self._refuse_hopeless("messages", sum(len(message["content"].encode()) for message in request.messages))
+        self._refuse_hopeless("tools", request.tools.num_bytes if request.tools is not None else 0)
         for prompt in request.prompts:
-            self._refuse_hopeless("prompt", [prompt] if isinstance(prompt, str) else [])
+            self._refuse_hopeless("prompt", len(prompt.encode()) if isinstance(prompt, str) else 0)
         if request.is_chat:
             messages, tools = self._dialect.prompt(request.messages, request.tools)
             ids = await self._engine.encode_chat(messages, tools)
@@ -97,9 +98,8 @@ class Answer:
             return [ids]
         return [await self._engine.encode_prompt(prompt) for prompt in request.prompts]
 
-    def _refuse_hopeless(self, name: str, texts: list[str]) -> None:
+    def _refuse_hopeless(self, name: str, num_bytes: int) -> None:
         """Raises RequestError for text that could not fit the context if every token were the longest there is."""
-        num_bytes = sum(len(text.encode()) for text in texts)
         if num_bytes > self._max_prompt_bytes:
             limit = self._engine.info.max_model_len
             raise RequestError(

@@ -31,6 +31,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     is_parallel: bool = True
     only: str | None = None
     """The one function that must be called."""
+    num_bytes: int = 0
+    """Length of `raw` as JSON."""
 
     @property
     def callable(self) -> list[tuple[int, Tool]]:
@@ -64,6 +66,7 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
         is_required=choice == "required" or only is not None,
         is_parallel=parallel is not False and only is None,
         only=only,
+        num_bytes=len(msgspec.json.encode(tools)),
     )
 
 

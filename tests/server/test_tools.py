@@ -203,6 +203,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     ({"tools": TOOLS * 100}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "long " * 100_000}}]}, "tools"),
     ({"tool_choice": "must"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
