@@ -289,6 +289,17 @@ class Core {
     }
   }
 
+  void read_rows(int buffer, Out<float, 2> out) {
+    check_range("buffer", buffer, 0, static_cast<long long>(widths_.size()));
+    const size_t at = static_cast<size_t>(buffer);
+    const RunnerConfig& c = runner_->config();
+    if (out.shape(1) != static_cast<size_t>(widths_[at]))
+      refuse("buffer " + std::to_string(buffer) + " is " + std::to_string(widths_[at]) + " wide");
+    check_range("row count", static_cast<long long>(out.shape(0)), 0,
+                (sampled_[at] ? c.max_samples : c.max_tokens) + 1);
+    runner_->read_rows(buffer, static_cast<int>(out.shape(0)), out.data());
+  }
+
   void copy_block(int source, int destination) {
     check_block(source);
     check_block(destination);
@@ -402,6 +413,7 @@ NB_MODULE(_native, m) {
            "out_logprobs"_a.noconvert(), "top_ids"_a.noconvert(), "top_logprobs"_a.noconvert(),
            "logits"_a.noconvert().none(), "masks"_a.noconvert().none() = nb::none(),
            "sample_masks"_a.noconvert().none() = nb::none(), "mask_ready"_a.noconvert().none() = nb::none())
+      .def("read_rows", &Core::read_rows, "buffer"_a, "out"_a.noconvert())
       .def("copy_block", &Core::copy_block)
       .def("read_block", &Core::read_block, "block"_a, "out"_a.noconvert())
       .def("write_block", &Core::write_block)

@@ -606,6 +606,11 @@ void Runner::copy_block(int source, int destination) {
   }
 }
 
+void Runner::read_rows(int buffer, int count, float* out) const {
+  const Buffer& from = buffers_[static_cast<size_t>(buffer)];
+  std::memcpy(out, from.row(0), static_cast<size_t>(count) * static_cast<size_t>(from.width) * sizeof(float));
+}
+
 void Runner::read_block(int block, uint8_t* out) const {
   for (int layer = 0; layer < config_.num_layers; ++layer) {
     const KvView kv = kv_view(layer);

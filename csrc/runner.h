@@ -112,6 +112,9 @@ class Runner {
   // Throws std::runtime_error when a mask was not ready kMaskWaitS seconds after its logits were.
   void run(const Step& step);
 
+  // Copies the first `count` rows that the last run left in a buffer: [count, width]. Between runs only.
+  void read_rows(int buffer, int count, float* out) const;
+
   size_t kv_bytes_per_block() const;
   void copy_block(int source, int destination);
   void read_block(int block, uint8_t* out) const;

@@ -56,6 +56,10 @@ class EngineConfig:
         "who gives way when KV blocks run out: least work to compute again, or last in",
         choices=("least-work", "last-in"),
     )
+    watchdog_s: float = option(
+        60.0, "open requests and no step for this long: end them with an error and restart the core; 0 = never", "s"
+    )
+    max_restarts: int = option(3, "times in 10 minutes that a failed core is loaded again before the server gives up")
     seed: int = option(0, "base of the seeds drawn for requests that bring none")
     max_grammar_kb: int = option(256, "largest JSON schema, regular expression or grammar of a request", "KB")
     max_grammar_depth: int = option(96, "deepest nesting of objects and lists in a JSON schema", "levels")

@@ -104,6 +104,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_logits: bool = False
     forced_ids: tuple[int, ...] = ()
     """Output ids to take in place of the sampled ones (replay, teacher forcing); logits are still computed."""
+    pooling: Literal["mean", "last"] | None = None
+    """The last event carries the prompt's hidden states as one vector: their mean, or the last token's."""
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +148,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     sample_at: tuple[int, ...] = ()
     sampling: RowSampling | None = None
     return_logits: bool = False
+    hidden_from: int = -1
+    """Hidden states of its tokens from this index on are wanted, each at the cost of a sampled position; -1: none."""
 
 
 class StepMasks(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,12 +187,17 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampled ids of one row, one per entry of `sample_at`; logits `[len(sample_at), vocab] float32` when asked."""
+    """Sampled ids of one row, one per entry of `sample_at`; logits `[len(sample_at), vocab] float32` when asked.
+
+    `hidden` where asked: `[len(token_ids) - hidden_from, hidden_size] float32`, what the head reads (after the last
+    norm).
+    """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     logits: Any = None
+    hidden: Any = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +231,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     first_scheduled_s: float | None = None
     """When the request first entered a step, on the monotonic clock; set on its first event."""
+    embedding: Any = None
+    """`[hidden_size] float64` on the last event of a request with `pooling` that ran to its end."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,3 +257,5 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """On the finishing delta."""
     first_scheduled_s: float | None = None
     """When the choice first entered a step, on the monotonic clock."""
+    embedding: Any = None
+    """As in TokenEvent."""

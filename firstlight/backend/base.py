@@ -27,6 +27,8 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_threads: int
     fingerprint: bytes
+    hidden_size: int = 0
+    """Width of the hidden states that rows may ask for; 0: this backend gives none."""
     layouts: dict[str, int] = {}
     """Bytes of weights per layout, for the start-up screen."""
 

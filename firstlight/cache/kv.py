@@ -78,9 +78,9 @@ class KVCache:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def table(self, owner: str, salt: bytes) -> BlockTable:
-        """An empty table for one request."""
-        return BlockTable(owner, self._index.chain(salt) if self._index else None)
+    def table(self, owner: str, salt: bytes, *, is_shared: bool = True) -> BlockTable:
+        """An empty table for one request. One that is not shared neither takes cached blocks nor offers its own."""
+        return BlockTable(owner, self._index.chain(salt) if self._index and is_shared else None)
 
     def peek(self, table: BlockTable, tokens: list[int]) -> list[int]:
         """The cached blocks that `adopt` would give: full blocks only, never so many that no token is left to compute.

@@ -109,6 +109,7 @@ class EngineCore:
         self._is_draining = False
         self._is_stopping = False
         self._has_ended = False
+        self._is_abandoned = False
         self._idle_waiters: list[Future[None]] = []
         self._last_progress_s = 0.0
 
@@ -123,6 +124,16 @@ class EngineCore:
     def is_running(self) -> bool:
         """Between `start` and `stop`."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_open(self) -> bool:
+        """Requests are open."""
+        return bool(self._open_ids)
+
+    @property
+    def last_progress_s(self) -> float:
+        """When the last step ended, on the core's monotonic clock; 0 before the first."""
+        return self._last_progress_s
 
     def start(self, *, warm: bool = True) -> None:
         """Warms up in the caller's thread, which also teaches the step-time model this machine, then starts the thread.
@@ -208,6 +219,9 @@ class EngineCore:
         with self._intake_lock:
             self._is_draining = True
         thread = self._thread
+        if self._is_abandoned:
+            self._inbox.put(self._stop)  # should the step ever end
+            return
         if thread is not None:
             self._inbox.put(self._stop)
             thread.join()
@@ -216,6 +230,22 @@ class EngineCore:
         if self._masks is not None:
             self._masks.close()
         self._backend.close()
+
+    def abandon(self, message: str) -> None:
+        """Ends every open request with an error from outside, for a thread that is stuck in a step.
+
+        What that thread still says is dropped. Its backend is not freed, because it may still be at work there.
+        """
+        with self._intake_lock:
+            self.failed = message
+            self._is_abandoned = self._has_ended = True
+            ids = sorted(self._open_ids)
+            self._open_ids.clear()
+        log.error("core_abandoned error=%r open=%d", message, len(ids))
+        self._on_events(
+            [TokenEvent(request_id=id, token_ids=[], finish=FinishReason.ERROR, error=message) for id in ids]
+        )
+        self._resolve_idle()
 
     def _post(self, command: Callable[[], None]) -> None:
         """Has the core's thread run it; runs it here when that thread has ended."""
@@ -350,6 +380,8 @@ class EngineCore:
         )
 
     def _emit(self, events: list[TokenEvent]) -> None:
+        if self._is_abandoned:
+            return
         ended = [event.request_id for event in events if event.finish is not None]
         if ended:
             if self._masks is not None:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from firstlight.backend.base import Backend, BackendInfo
 from firstlight.config import EngineConfig
@@ -21,6 +21,7 @@ from firstlight.engine.generation import Choice, Generation, Mailbox
 from firstlight.engine.grammars import Grammars
 from firstlight.engine.load import EngineParts, load_parts
 from firstlight.engine.relay import LoopRelay
+from firstlight.engine.supervisor import Supervisor, Watched
 from firstlight.errors import BackendError, OverloadedError, RequestError
 from firstlight.scheduler import Drafter
 from firstlight.text.params import check
@@ -71,6 +72,7 @@ class AsyncEngine:
         self._core: EngineCore | None = None
         self._relay: LoopRelay | None = None
         self._grammars: Grammars | None = None
+        self._supervisor: Supervisor | None = None
         self._is_closing = False
         self._choices: dict[str, Choice] = {}
         self._serial = itertools.count(1)
@@ -102,23 +104,44 @@ class AsyncEngine:
         self._parts = await asyncio.to_thread(self._load, self.config)
         self._relay = LoopRelay(asyncio.get_running_loop(), self._deliver)
         self._grammars = Grammars(self._parts.tokenizer, self._parts.backend.info.vocab_size, self.config)
-        self._core = EngineCore(
-            self._parts.backend,
-            self.config,
-            self._relay.put,
-            drafter=self._drafter,
-            grammars=self._grammars.compiler,
-        )
         try:
-            await asyncio.to_thread(self._core.start)
+            self._core = await self._started_core(self._parts)
         except BaseException:
-            self._core.stop()
             self._relay.close()
             raise
+        config = self.config
+        self._supervisor = Supervisor(
+            self._core, self._replaced, watchdog_s=config.watchdog_s, max_restarts=config.max_restarts
+        )
+
+    async def _started_core(self, parts: EngineParts) -> EngineCore:
+        """A warm core over `parts`. Raises BackendError when a warm-up step fails."""
+        assert self._relay is not None
+        assert self._grammars is not None
+        core = EngineCore(
+            parts.backend, self.config, self._relay.put, drafter=self._drafter, grammars=self._grammars.compiler
+        )
+        try:
+            await asyncio.to_thread(core.start)
+        except BaseException:
+            core.stop()
+            raise
+        return core
+
+    async def _replaced(self, failed: Watched) -> EngineCore:
+        """Frees the failed core's memory, loads again and goes on with a new one. Raises what loading raises."""
+        assert failed is self._core
+        await asyncio.to_thread(self._core.stop)
+        parts = await asyncio.to_thread(self._load, self.config)
+        core = await self._started_core(parts)
+        self._parts, self._core = parts, core
+        return core
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Refuses new requests, lets open ones run `drain_s`, aborts the rest, frees the backend. Idempotent."""
         self._is_closing = True
+        if self._supervisor is not None:
+            await self._supervisor.close()
         if self._core is None:
             return
         if drain_s > 0 and not self._core.failed:
@@ -145,6 +168,16 @@ class AsyncEngine:
     def failed(self) -> str | None:
         """Why the core cannot serve any more; None while it can."""
         return self._core.failed if self._core is not None else None
+
+    @property
+    def is_restarting(self) -> bool:
+        """The core has failed and is being replaced."""
+        return self.failed is not None and self._supervisor is not None and self._supervisor.will_restart
+
+    @property
+    def num_restarts(self) -> int:
+        """Cores replaced since the start."""
+        return self._supervisor.num_restarts if self._supervisor is not None else 0
 
     @property
     def info(self) -> EngineInfo:
@@ -245,6 +278,7 @@ class AsyncEngine:
         return_logits: bool = False,
         forced_ids: Sequence[int] = (),
         shown_marks: Sequence[str] = (),
+        pooling: Literal["mean", "last"] | None = None,
     ) -> Generation:
         """Submits at once and returns the stream of deltas.
 
@@ -257,6 +291,7 @@ class AsyncEngine:
             cache_salt: requests share cached prefixes only under an equal salt.
             forced_ids: output ids to take in place of sampled ones.
             shown_marks: special tokens, by their spelling, that stay in the text (marks of tool calls, say).
+            pooling: the finishing delta carries the prompt's hidden states, pooled.
 
         Raises:
             RequestError: at the call: the prompt is empty or too long, an id or a parameter is out of range, the
@@ -267,7 +302,11 @@ class AsyncEngine:
         parts, core = self._started()
         if self._is_closing:
             raise OverloadedError("the engine is shutting down", retry_after_s=5.0, status=503)
+        if self.is_restarting:
+            raise OverloadedError("the engine has failed and restarts: try again", retry_after_s=2.0, status=503)
         check(params, parts.backend.info.vocab_size)
+        if pooling is not None and not parts.backend.info.hidden_size:
+            raise RequestError("this backend gives no hidden states, so no embeddings", param="input")
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         stop_ids = frozenset(params.stop_token_ids)
         if params.grammar is not None:
@@ -306,6 +345,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     return_logits=return_logits,
                     forced_ids=tuple(forced_ids),
+                    pooling=pooling,
                 )
             )
         core.submit(requests)

@@ -55,6 +55,7 @@ class Choice:
         self._core_finish: FinishReason | None = None
         self._error: str | None = None
         self._error_code: str | None = None
+        self._embedding: Any = None
         self._clear_pending()
 
     def _clear_pending(self) -> None:
@@ -76,6 +77,7 @@ class Choice:
         if event.logits is not None:
             self._logits.append(event.logits)
         self._core_finish, self._error, self._error_code = event.finish, event.error, event.error_code
+        self._embedding = event.embedding
         self._cached_tokens = event.cached_tokens
         self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
         if self._params.stop:
@@ -100,6 +102,7 @@ class Choice:
             error_code=self._error_code,
             usage=self._usage() if finish is not None else None,
             first_scheduled_s=self._first_scheduled_s,
+            embedding=self._embedding,
         )
         self.was_taken = finish is not None
         self._clear_pending()

@@ -42,6 +42,7 @@ class _Step:
     rows: list[StepRow]
     states: list[RequestState]
     drafts: list[list[int]]
+    num_sampled: int = 0
 
 
 class Scheduler:
@@ -173,7 +174,8 @@ class Scheduler:
         self.refuse_if_full(len(self._waiting))
         if request.request_id in self._states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", param="request_id")
-        state = RequestState(request, self.cache.table(request.request_id, request.cache_salt))
+        is_shared = request.pooling != "mean"  # which needs every token to be computed
+        state = RequestState(request, self.cache.table(request.request_id, request.cache_salt, is_shared=is_shared))
         state.max_tokens = min(request.max_tokens, self.capacity_tokens - state.num_prompt)
         remaining = state.num_prompt - len(self.cache.peek(state.table, state.tokens)) * self.cache.block_size
         self._num_added += 1
@@ -270,6 +272,12 @@ class Scheduler:
                 spare -= len(drafts)
             self._add_row(step, state, [state.tokens[-1], *drafts], drafts)
 
+    def _spare_samples(self, step: _Step) -> int:
+        """Sampled positions that one more row may take, when every row that may still come keeps one."""
+        limits = self.limits
+        samples = limits.max_step_samples or limits.max_step_tokens
+        return samples - step.num_sampled - (limits.max_step_rows - len(step.rows) - 1)
+
     def _max_draft_tokens(self, num_decodes: int) -> int:
         """Drafts a step has room for: tokens that streams leave, samples that no row may need for itself."""
         limits = self.limits
@@ -301,6 +309,8 @@ class Scheduler:
                 break
             start, num_blocks = state.num_computed, len(state.table.blocks) + self.cache.num_free
             chunk = min(chunk, num_blocks * self.cache.block_size - start)
+            if state.pool is not None and state.pool.needs_every_token:
+                chunk = min(chunk, self._spare_samples(step))
             if chunk <= 0:
                 continue
             self.cache.grow(state.table, start + chunk)
@@ -365,6 +375,7 @@ class Scheduler:
     def _add_row(self, step: _Step, state: RequestState, token_ids: list[int], drafts: list[int]) -> None:
         num_known = len(token_ids) - len(drafts)
         samples = state.num_computed + num_known == len(state.tokens)
+        hidden_from = -1 if state.pool is None else state.pool.first_of(len(token_ids), is_last=samples)
         step.rows.append(
             StepRow(
                 request_id=state.id,
@@ -374,8 +385,10 @@ class Scheduler:
                 sample_at=tuple(range(num_known - 1, len(token_ids))) if samples else (),
                 sampling=state.sampling() if samples else None,
                 return_logits=state.request.return_logits and samples,
+                hidden_from=hidden_from,
             )
         )
+        step.num_sampled += len(token_ids) - hidden_from if hidden_from >= 0 else len(step.rows[-1].sample_at)
         step.states.append(state)
         step.drafts.append(drafts)
         step.load.add(state.num_computed, len(token_ids))
@@ -410,6 +423,8 @@ class Scheduler:
         events = []
         for row, state, drafts, got in zip(step.rows, step.states, step.drafts, result.rows, strict=True):
             assert got.request_id == state.id
+            if state.pool is not None and row.hidden_from >= 0:
+                state.pool.add(row.start, got.hidden)
             if row.sample_at:
                 events.append(self._absorb_samples(state, drafts, len(row.token_ids) - len(drafts), got))
             else:
@@ -494,6 +509,7 @@ class Scheduler:
             error_code=error_code,
             cached_tokens=state.cached_tokens,
             first_scheduled_s=state.first_scheduled_s if first else None,
+            embedding=None if state.pool is None or got is None or finish is None else state.pool.vector(),
         )
 
     # -- audit ----------------------------------------------------------------------------------------------------

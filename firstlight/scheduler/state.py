@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from firstlight.cache import BlockTable
+from firstlight.scheduler.pool import Pool
 from firstlight.types import CoreRequest, FinishReason, RowSampling
 
 __all__ = ["RequestState", "Status"]
@@ -39,6 +40,7 @@ class RequestState:
         "num_computed",
         "num_preemptions",
         "num_prompt",
+        "pool",
         "rank",
         "request",
         "status",
@@ -62,6 +64,7 @@ class RequestState:
         """The most tokens it ever had computed; below that, work is done again."""
         self.expected_output = 0
         """Output tokens set aside for it in all; 0: not asked yet."""
+        self.pool = Pool(request.pooling) if request.pooling is not None else None
         self.first_scheduled_s: float | None = None
         self.was_reported = False
         self.status = Status.WAITING

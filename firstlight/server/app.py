@@ -11,6 +11,7 @@ from firstlight.engine.frontend import AsyncEngine
 from firstlight.errors import BackendError, FirstlightError, NotFoundError, RequestError
 from firstlight.measure.log import log_event
 from firstlight.server.asgi import ClientGone, Exchange, Receive, Scope, Send
+from firstlight.server.embeddings import EmbeddingRoutes
 from firstlight.server.generation import GenerationRoutes
 from firstlight.server.operations import MODEL_PREFIX, OperationRoutes
 from firstlight.server.service import Service, package_version
@@ -47,6 +48,7 @@ class App:
             "/": {"GET": operations.index},
             "/v1/chat/completions": {"POST": generation.chat},
             "/v1/completions": {"POST": generation.completion},
+            "/v1/embeddings": {"POST": EmbeddingRoutes(service).embeddings},
             "/v1/models": {"GET": operations.models},
             "/tokenize": {"POST": operations.tokenize},
             "/detokenize": {"POST": operations.detokenize},
@@ -131,6 +133,7 @@ _LISTING = """firstlight {version}
 
 POST /v1/chat/completions   messages in, text out; "stream": true for server-sent events
 POST /v1/completions        text or token ids in, text out
+POST /v1/embeddings         text or token ids in, one vector each
 GET  /v1/models             what is served
 POST /tokenize              {{"content": text}} -> {{"tokens", "count"}}
 POST /detokenize            {{"tokens": ids}} -> {{"content"}}

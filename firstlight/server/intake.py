@@ -37,7 +37,7 @@ from firstlight.server.wire import (
 from firstlight.text.params import MAX_LOGPROBS
 from firstlight.types import SamplingParams
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "as_prompts", "convert"]
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -67,7 +67,7 @@ class Intake:
         """The checked request of a POST /v1/chat/completions body. Raises RequestError."""
         members = decode_object(raw)
         refuse_unknown(members, CHAT_FIELDS, "/v1/chat/completions")
-        body = _convert(members, ChatBody)
+        body = convert(members, ChatBody)
         self.require_model(body.model)
         if not body.messages:
             raise RequestError("`messages` is empty: send at least one message", param="messages")
@@ -81,9 +81,9 @@ class Intake:
         """The checked request of a POST /v1/completions body. Raises RequestError."""
         members = decode_object(raw)
         refuse_unknown(members, COMPLETION_FIELDS, "/v1/completions")
-        body = _convert(members, CompletionBody)
+        body = convert(members, CompletionBody)
         self.require_model(body.model)
-        prompts = _prompts(body.prompt, self.max_prompts)
+        prompts = as_prompts(body.prompt, self.max_prompts)
         if body.best_of is not None and body.best_of != body.n:
             raise UnsupportedParameter(
                 f"`best_of` is {body.best_of} and `n` is {body.n}: only `best_of` equal to `n` is supported",
@@ -101,7 +101,7 @@ class Intake:
         """(text, add_special, parse_special) of a POST /tokenize body. Raises RequestError."""
         members = decode_object(raw)
         refuse_unknown(members, TOKENIZE_FIELDS, "/tokenize")
-        body = _convert(members, TokenizeBody)
+        body = convert(members, TokenizeBody)
         self.require_model(body.model)
         texts = [text for text in (body.content, body.prompt, body.text) if text is not None]
         if len(texts) != 1:
@@ -112,7 +112,7 @@ class Intake:
         """The ids of a POST /detokenize body. Raises RequestError."""
         members = decode_object(raw)
         refuse_unknown(members, DETOKENIZE_FIELDS, "/detokenize")
-        body = _convert(members, DetokenizeBody)
+        body = convert(members, DetokenizeBody)
         self.require_model(body.model)
         return body.tokens
 
@@ -167,7 +167,7 @@ class Intake:
         )
 
 
-def _convert(members: dict[str, Any], body_type: type[_Body], path: str = "") -> _Body:
+def convert(members: dict[str, Any], body_type: type[_Body], path: str = "") -> _Body:
     """The typed body. Raises RequestError with the JSON path of the first member whose type is wrong."""
     try:
         return msgspec.convert(members, body_type)
@@ -198,7 +198,7 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
             raise unknown_name(name, known, f"a field of `{path}`", f"{path}.{name[:64]}")
         members[name] = value
     _refuse_other_parts(members.get("content"), path)
-    body = _convert(members, MessageBody, path)
+    body = convert(members, MessageBody, path)
     if body.role not in _ROLES:
         raise RequestError(
             f"`{path}.role` is {body.role[:64]!r}, which is not supported: use one of {', '.join(_ROLES)}",
@@ -226,24 +226,24 @@ def _refuse_other_parts(content: object, path: str) -> None:
             raise UnsupportedParameter(f"`{where}` is {kind[:64]!r}: only text parts are supported", param=where)
 
 
-def _prompts(prompt: str | list[str | int | list[int]], max_prompts: int) -> list[Prompt]:
-    """The prompts of a completions body: one or several, each text or ids."""
+def as_prompts(prompt: str | list[str | int | list[int]], max_prompts: int, name: str = "prompt") -> list[Prompt]:
+    """The prompts of a body's member `name`: one or several, each text or ids. Raises RequestError."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("`prompt` is an empty list: send text or token ids", param="prompt")
+        raise RequestError(f"`{name}` is an empty list: send text or token ids", param=name)
     if all(isinstance(part, int) for part in prompt):
         return [[part for part in prompt if isinstance(part, int)]]
     prompts: list[Prompt] = []
     for at, part in enumerate(prompt):
         if isinstance(part, int) or type(part) is not type(prompt[0]):
             raise RequestError(
-                f"`prompt[{at}]` mixes kinds: send only strings, only ids, or only lists of ids", param=f"prompt[{at}]"
+                f"`{name}[{at}]` mixes kinds: send only strings, only ids, or only lists of ids", param=f"{name}[{at}]"
             )
         prompts.append(part)
     if len(prompts) > max_prompts:
         raise RequestError(
-            f"`prompt` has {len(prompts)} prompts, the limit is {max_prompts}: send several requests", param="prompt"
+            f"`{name}` has {len(prompts)} prompts, the limit is {max_prompts}: send several requests", param=name
         )
     return prompts
 

@@ -57,7 +57,8 @@ class OperationRoutes:
 
     async def health(self, exchange: Exchange) -> None:
         """GET /health: the process is alive; 503 only when nothing but a restart will help."""
-        failed = self._service.engine.failed
+        engine = self._service.engine
+        failed = None if engine.is_restarting else engine.failed
         await exchange.respond_json({"status": failed or "ok"}, 503 if failed else 200)
 
     async def ready(self, exchange: Exchange) -> None:

@@ -30,6 +30,7 @@ BIG_BODY_BYTES = 64 * 1024
 """Parsed on a thread above this, so that no stream waits for another client's long prompt."""
 _NUM_PARSE_THREADS = 2
 _LOADING_RETRY_S = 2.0
+_RESTART_RETRY_S = 2.0
 BIG_TEXT_BYTES = 2000
 """Tokenised on a thread above this: about a millisecond."""
 
@@ -80,6 +81,12 @@ class Service:
         """Raises OverloadedError (503) while the model loads or the engine closes, BackendError once it has failed."""
         if self.engine.ready:
             return
+        if self.engine.is_restarting:
+            raise OverloadedError(
+                f"the engine has failed and restarts: {self.engine.failed}: try again",
+                retry_after_s=_RESTART_RETRY_S,
+                status=503,
+            )
         if self.engine.failed is not None:
             raise BackendError(f"the engine has failed: {self.engine.failed}")
         raise OverloadedError(
@@ -89,7 +96,8 @@ class Service:
     def why_not_ready(self) -> str | None:
         """Why /ready says no; None when requests are taken and make progress."""
         if self.engine.failed is not None:
-            return f"the engine has failed: {self.engine.failed}"
+            what = "has failed and restarts" if self.engine.is_restarting else "has failed"
+            return f"the engine {what}: {self.engine.failed}"
         if not self.engine.ready:
             return "loading, warming up or shutting down"
         stalled_s = self._stalled_s()

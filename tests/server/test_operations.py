@@ -264,7 +264,7 @@ def test_ready_says_no_while_steps_stall_and_recovers() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_failing_core_ends_requests_with_an_error_and_readiness(stream: bool) -> None:
     backend = FakeBackend(cost=StepCost(step_s=0.001))
-    engine = AsyncEngine(EngineConfig(backend="fake"), load=lambda config: parts_with(backend))
+    engine = AsyncEngine(EngineConfig(backend="fake", max_restarts=0), load=lambda config: parts_with(backend))
     with ServerThread(lambda: engine, ServerConfig(port=0)) as server:
         backend._fail_at_step = backend.num_runs + 20
         answer = httpx.post(server.url + "/v1/completions", json={**TEXT, "max_tokens": 500, "stream": stream})

@@ -223,7 +223,7 @@ def test_wrong_method_and_path_are_refused(http: httpx.Client) -> None:
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"
     refused(http.post("/v1/models", json={}), 405)
-    refused(http.post("/v1/embeddings", json={}), 404)
+    refused(http.post("/v1/audio/speech", json={}), 404)
     refused(http.get("/v1/models/none"), 404)
     refused(http.get("/..%2f..%2fetc/passwd"), 404)
 

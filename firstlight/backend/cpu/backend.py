@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -127,7 +129,9 @@ class CpuBackend:
         layouts: dict[str, int] = {}
         for weight in model.weights.values():
             layouts[weight.kind] = layouts.get(weight.kind, 0) + weight.data.nbytes
-        _Builder(self._runner, model, release).build()
+        builder = _Builder(self._runner, model, release)
+        builder.build()
+        self._head = builder.head()
         self.info = BackendInfo(
             name=f"cpu ({self._runner.kernels})",
             vocab_size=program.vocab_size,
@@ -141,6 +145,7 @@ class CpuBackend:
             weight_bytes=self._runner.weight_bytes,
             num_threads=num_threads,
             fingerprint=model.fingerprint,
+            hidden_size=len(self._head.weight),
             layouts=layouts,
         )
         self._is_tracing = False
@@ -204,6 +209,8 @@ class CpuBackend:
         at = 0
         tokens = out_tokens.tolist()
         for row in rows:
+            first = at
+            at += len(_only_hidden(row))
             end = at + len(row.sample_at)
             wanted = row.sampling.logprobs if row.sampling is not None else None
             logprobs = None
@@ -222,10 +229,21 @@ class CpuBackend:
                     token_ids=tokens[at:end],
                     logprobs=logprobs,
                     logits=logits[at:end] if logits is not None and row.return_logits else None,
+                    hidden=self._hidden(first, end) if row.hidden_from >= 0 else None,
                 )
             )
             at = end
         return results
+
+    def _hidden(self, at: int, end: int) -> _Floats:
+        """What the head read at sampled positions `at` to `end`: the residual stream after the last norm."""
+        head = self._head
+        stream = np.empty((end, len(head.weight)), np.float32)
+        self._runner.read_rows(head.buffer, stream)
+        hidden = np.empty_like(stream[at:])
+        for x, out in zip(stream[at:], hidden, strict=True):
+            _native.kernel_rms_norm(self._runner.kernels, x, head.weight, head.eps, out)
+        return hidden
 
     def read_blocks(self, block_ids: list[int]) -> bytes:
         """The KV bytes of the blocks, in order."""
@@ -259,6 +277,26 @@ def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
     return max(1, min(wanted, int(MAX_MEMORY_SHARE * free) // block_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Where the residual stream lies after the last layer, and the norm between it and the head."""
+
+    buffer: int
+    weight: _Floats
+    eps: float
+
+
+_UNSEEN = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, output_index=0)
+"""How positions are sampled whose token nobody asks for."""
+
+
+def _only_hidden(row: StepRow) -> tuple[int, ...]:
+    """The row's tokens that go through the head only because their hidden state is wanted; before those sampled."""
+    if row.hidden_from < 0:
+        return ()
+    return tuple(range(row.hidden_from, row.sample_at[0] if row.sample_at else len(row.token_ids)))
+
+
 class _StepArrays:
     """The rows of a plan as flat arrays for the native call."""
 
@@ -282,6 +320,8 @@ class _StepArrays:
             tokens += row.token_ids
             positions += range(row.start, row.start + count)
             tables += row.block_table
+            if unseen := _only_hidden(row):
+                self._add_samples(msgspec.structs.replace(row, sample_at=unseen), _UNSEEN, first)
             if row.sample_at:
                 if row.sampling is None:
                     raise BackendError(f"row `{row.request_id}` samples without sampling parameters")
@@ -369,6 +409,11 @@ class _Builder:
         for phase in phases:
             self._add(phase)
         self._runner.finish(self._buffers["logits"])
+
+    def head(self) -> _Head:
+        """After `build`. No op behind the last norm writes the buffer that it reads."""
+        norm = next(op for op in reversed(self._model.program.ops) if isinstance(op, Norm))
+        return _Head(self._buffers[norm.x], np.array(self._model.constants[norm.weight], np.float32), norm.eps)
 
     def _weight(self, name: str) -> int:
         if name not in self._weights:

@@ -21,6 +21,7 @@ __all__ = ["FakeBackend"]
 
 EMPTY = -1
 MASK_WAIT_S = 30.0
+HIDDEN_SIZE = 16
 PREFERRED_IDS = slice(32, 127)
 """Printable ASCII for a tokenizer whose ids are bytes: answers are readable."""
 PREFERENCE = 6.0
@@ -64,6 +65,7 @@ class FakeBackend:
             weight_bytes=0,
             num_threads=1,
             fingerprint=fingerprint,
+            hidden_size=HIDDEN_SIZE,
         )
         self.num_runs = 0
         self.is_closed = False
@@ -120,7 +122,7 @@ class FakeBackend:
             raise BackendError(f"step of {len(plan.rows)} rows, limit 1..{info.max_step_rows}")
         if (num := sum(len(row.token_ids) for row in plan.rows)) > info.max_step_tokens:
             raise BackendError(f"step of {num} tokens, limit {info.max_step_tokens}")
-        if (num := sum(len(row.sample_at) for row in plan.rows)) > info.max_step_samples:
+        if (num := sum(_num_sampled(row) for row in plan.rows)) > info.max_step_samples:
             raise BackendError(f"step of {num} sampled positions, limit {info.max_step_samples}")
         for row in plan.rows:
             end = row.start + len(row.token_ids)
@@ -164,7 +166,7 @@ class FakeBackend:
     def _row_result(self, row: StepRow, masks: StepMasks | None) -> RowResult:
         if row.sampling is None:
             self._read(row, row.start + len(row.token_ids))
-            return RowResult(request_id=row.request_id, token_ids=[])
+            return RowResult(request_id=row.request_id, token_ids=[], hidden=self._hidden(row))
         logits = np.stack([self._logits(row, row.start + i + 1) for i in row.sample_at])
         ids: list[int] = []
         for nth, i in enumerate(row.sample_at):
@@ -175,7 +177,11 @@ class FakeBackend:
         if (num_top := row.sampling.logprobs) is not None:
             logprobs = [token_logprob(logits[nth], token, num_top) for nth, token in enumerate(ids)]
         return RowResult(
-            request_id=row.request_id, token_ids=ids, logprobs=logprobs, logits=logits if row.return_logits else None
+            request_id=row.request_id,
+            token_ids=ids,
+            logprobs=logprobs,
+            logits=logits if row.return_logits else None,
+            hidden=self._hidden(row),
         )
 
     def _allowed(self, masks: StepMasks | None, at: int) -> npt.NDArray[np.bool_]:
@@ -190,6 +196,17 @@ class FakeBackend:
         bits = np.unpackbits(masks.bits[at].view(np.uint8), bitorder="little")
         return bits[: self._info.vocab_size].astype(np.bool_)
 
+    def _hidden(self, row: StepRow) -> npt.NDArray[np.float32] | None:
+        """`[tokens, HIDDEN_SIZE] float32` where asked, each row a hash of all tokens up to it, in -1..1."""
+        if row.hidden_from < 0:
+            return None
+        end = row.start + len(row.token_ids)
+        words = hash64(np.bitwise_xor(hash64(np.arange(end, dtype=np.uint64)), hash64(self._read(row, end))))
+        states = words.cumsum(dtype=np.uint64)[row.start + row.hidden_from :]
+        parts = hash64(states[:, None] ^ hash64(np.arange(HIDDEN_SIZE, dtype=np.uint64))) >> np.uint64(40)
+        hidden: npt.NDArray[np.float32] = parts.astype(np.float32) / np.float32(2**23) - np.float32(1)
+        return hidden
+
     def _logits(self, row: StepRow, num: int) -> npt.NDArray[np.float32]:
         """`[vocab] float32` after the row's first `num` tokens: a wrapping sum of one word per position."""
         tokens = self._read(row, num)
@@ -198,6 +215,10 @@ class FakeBackend:
         words = hash64(self._vocab_words ^ state) >> np.uint64(40)
         logits: npt.NDArray[np.float32] = (words.astype(np.float32) / np.float32(2**21)) + self._preference
         return logits
+
+
+def _num_sampled(row: StepRow) -> int:
+    return len(row.token_ids) - row.hidden_from if row.hidden_from >= 0 else len(row.sample_at)
 
 
 def _history(row: StepRow, sampling: RowSampling, i: int) -> list[int]:

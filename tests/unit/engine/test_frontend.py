@@ -311,7 +311,7 @@ async def test_dropped_stream_is_aborted_by_its_finaliser() -> None:
 
 @in_loop
 async def test_backend_failure_ends_the_stream_with_an_error_and_readiness() -> None:
-    async with engine(Gate()) as one:
+    async with engine(Gate(), max_restarts=0) as one:
         backend: Any = one._started()[0].backend
         backend._fail_at_step = backend.num_runs + 1
         (done,) = await collect(one.generate("r", [1], GREEDY), 1)
