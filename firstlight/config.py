@@ -76,8 +76,16 @@ class ServerConfig:
     served_model_name: str = option("", "name clients use for the model; empty = the engine's name for it")
     model_aliases: tuple[str, ...] = option((), "more names that clients may use for the same model")
     api_key: tuple[str, ...] = option((), "keys that clients must send as a bearer token; none = no key is needed")
-    api_key_file: str = option("", "file with one more key per line; # starts a comment")
+    api_key_file: str = option(
+        "", "file with a key, or sha256: and its digest, per line, then its own limits (concurrency=4); # is a comment"
+    )
+    key_requests_per_min: int = option(0, "requests a minute of one API key; 0 = any", "requests")
+    key_tokens_per_min: int = option(0, "prompt and output tokens a minute of one API key; 0 = any", "tokens")
+    key_concurrency: int = option(0, "requests of one API key that are answered at a time; 0 = any", "requests")
+    key_queued: int = option(0, "open sequences (prompts times n) of one API key, its share of the queue; 0 = any")
     cors_origins: tuple[str, ...] = option((), "web origins that may call from a browser; * = any")
+    tls_cert: str = option("", "PEM file with the server's certificate chain: serve https")
+    tls_key: str = option("", "PEM file with the certificate's private key; empty = it is in tls_cert")
     max_body_mb: float = option(16.0, "largest request body", "MB")
     max_header_kb: int = option(32, "largest request line and headers together", "KB")
     tool_parser: str = option(

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from firstlight.config import ServerConfig
 from firstlight.errors import AuthError, ConfigError, RequestError
 from firstlight.server.asgi import Exchange, Headers
+from firstlight.server.quotas import KeyLimits, Quota, parsed_limits
 
 __all__ = ["Access", "ForbiddenOrigin"]
 
@@ -19,6 +20,7 @@ _SALT_CONTEXT = b"firstlight prefix-cache tenant\0"
 
 _HEADER_LIST = re.compile(rb"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+)*")
 _DEFAULT_HEADERS = b"Authorization, Content-Type, X-Request-Id"
+_HEX_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -37,10 +39,17 @@ class Access:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        keys = [*config.api_key, *_keys_of_file(config.api_key_file)]
-        if any(not key.strip() for key in keys):
+        default = KeyLimits(
+            requests_per_min=config.key_requests_per_min,
+            tokens_per_min=config.key_tokens_per_min,
+            concurrency=config.key_concurrency,
+            queued=config.key_queued,
+        )
+        if any(not key.strip() for key in config.api_key):
             raise ConfigError("`api_key` is empty: give a key, or leave the option out", param="api_key")
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        known = {_digest(key): default for key in config.api_key} | keys_of_file(config.api_key_file, default)
+        self._digests = list(known)
+        self._quotas = {_salt(digest): Quota(limits) for digest, limits in known.items()} or {b"": Quota(default)}
         self.is_loopback = _LOOPBACK.fullmatch(config.host) is not None
         """Only this machine can connect."""
         self._origins = frozenset(origin.rstrip("/") for origin in config.cors_origins)
@@ -58,7 +67,11 @@ class Access:
         if scheme.lower() != b"bearer" or not any(matches):
             what = "wrong" if token else "missing"
             raise AuthError(f"the API key is {what}: send `Authorization: Bearer KEY`", param="Authorization")
-        return hashlib.sha256(_SALT_CONTEXT + digest).digest()[:16]
+        return _salt(digest)
+
+    def quota(self, salt: bytes) -> Quota:
+        """What the key with this salt may take. Without keys all clients share one."""
+        return self._quotas[salt]
 
     def admit_origin(self, exchange: Exchange) -> None:
         """Adds CORS headers for an allowed origin, and keeps pages of other origins from using a server they can reach.
@@ -102,14 +115,37 @@ class Access:
         ]
 
 
-def _keys_of_file(path: str) -> list[str]:
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _salt(digest: bytes) -> bytes:
+    return hashlib.sha256(_SALT_CONTEXT + digest).digest()[:16]
+
+
+def keys_of_file(path: str, default: KeyLimits) -> dict[bytes, KeyLimits]:
+    """Digest and limits of every key in the file: a line has a key, or `sha256:` and its digest in hex, then limits.
+
+    Raises:
+        ConfigError: the file cannot be read or has no key, or a line is not valid.
+    """
     if not path:
-        return []
+        return {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"`api_key_file` {path} cannot be read: {error}", param="api_key_file") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    keys: dict[bytes, KeyLimits] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"`api_key_file` {path} line {number}"
+        hashed = words[0].startswith("sha256:")
+        if hashed and not _HEX_DIGEST.fullmatch(words[0]):
+            raise ConfigError(f"{where}: `sha256:` needs 64 hex digits", param="api_key_file")
+        digest = bytes.fromhex(words[0][7:]) if hashed else _digest(words[0])
+        keys[digest] = parsed_limits(words[1:], default, where)
     if not keys:
         raise ConfigError(f"`api_key_file` {path} has no key: put one on each line", param="api_key_file")
     return keys

@@ -64,6 +64,11 @@ class Answer:
         self._cache_salt = cache_salt
         self._usages: dict[int, Usage] = {}
 
+    @property
+    def timeout_s(self) -> float | None:
+        """How long the request may take in all, as its client said."""
+        return self._request.timeout_s
+
     async def respond(self, exchange: Exchange, stream: EventStream | None) -> None:
         """Answers the exchange, through `stream` where there is one.
 
@@ -92,7 +97,7 @@ class Answer:
             self._refuse_hopeless("prompt", len(prompt.encode()) if isinstance(prompt, str) else 0)
         if request.is_chat:
             messages, tools = self._dialect.prompt(request.messages, request.tools)
-            ids = await self._engine.encode_chat(messages, tools)
+            ids = await self._engine.encode_chat(messages, tools, continue_final_message=request.is_continuation)
             parsers = [self._dialect.parser(request.tools, ids) for _ in range(request.params.n)]
             self._parsers = [parser for parser in parsers if parser is not None]
             return [ids]

@@ -49,6 +49,7 @@ class App:
             "/v1/chat/completions": {"POST": generation.chat},
             "/v1/completions": {"POST": generation.completion},
             "/v1/embeddings": {"POST": EmbeddingRoutes(service).embeddings},
+            "/v1/cancel": {"POST": operations.cancel},
             "/v1/models": {"GET": operations.models},
             "/tokenize": {"POST": operations.tokenize},
             "/detokenize": {"POST": operations.detokenize},
@@ -134,6 +135,7 @@ _LISTING = """firstlight {version}
 POST /v1/chat/completions   messages in, text out; "stream": true for server-sent events
 POST /v1/completions        text or token ids in, text out
 POST /v1/embeddings         text or token ids in, one vector each
+POST /v1/cancel             {{"id": answer id or X-Request-Id}} ends an open request
 GET  /v1/models             what is served
 POST /tokenize              {{"content": text}} -> {{"tokens", "count"}}
 POST /detokenize            {{"tokens": ids}} -> {{"content"}}

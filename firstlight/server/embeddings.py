@@ -20,6 +20,7 @@ from firstlight.server.asgi import ClientGone, Exchange
 from firstlight.server.fields import refuse_unknown
 from firstlight.server.intake import Intake, as_prompts, convert
 from firstlight.server.json_body import decode_object
+from firstlight.server.quotas import Ticket
 from firstlight.server.record import RequestRecord
 from firstlight.server.service import Service
 from firstlight.server.sse import ClientWatch
@@ -70,9 +71,12 @@ class EmbeddingRoutes:
         service.open_since_s[answer_id] = exchange.arrival_s
         outcome: str | None = "internal_error"
         config = service.config
+        ticket: Ticket | None = None
         try:
+            ticket = service.access.quota(salt).enter()
             raw = await exchange.read_body(service.max_body_bytes, config.read_timeout_s)
             request = await service.parsed(self._checked, raw)
+            ticket.hold(len(request.prompts))
             watch = ClientWatch(exchange, None, keep_alive_s=config.keep_alive_s, slow_reader_s=config.slow_reader_s)
             async with watch:
                 await self._answer(exchange, request, record, salt)
@@ -86,6 +90,8 @@ class EmbeddingRoutes:
         finally:
             del service.open_since_s[answer_id]
             record.close(exchange.status or 500, outcome)
+            if ticket is not None:
+                ticket.close(record.num_tokens)
 
     def _checked(self, raw: bytes) -> EmbeddingRequest:
         intake: Intake = self._service.intake

@@ -11,18 +11,37 @@ from typing import Any
 
 from firstlight.errors import UnsupportedParameter
 
-__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "DETOKENIZE_FIELDS", "TOKENIZE_FIELDS", "refuse_unknown"]
+__all__ = [
+    "CANCEL_FIELDS",
+    "CHAT_FIELDS",
+    "COMPLETION_FIELDS",
+    "DETOKENIZE_FIELDS",
+    "TOKENIZE_FIELDS",
+    "refuse_unknown",
+]
 
 _MAX_NAME_CHARS = 64
 
 _SHARED_NAMES = (
     "model stream stream_options n stop max_tokens temperature top_p top_k min_p seed logit_bias presence_penalty "
     "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings "
-    "priority deadline_ms response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
+    "timeout priority deadline_ms response_format structured_outputs guided_json guided_regex guided_choice "
+    "guided_grammar"
 )
 _SHARED = frozenset(_SHARED_NAMES.split())
 _TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
-CHAT_FIELDS = _SHARED | _TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT_FIELDS = (
+    _SHARED
+    | _TOOL_FIELDS
+    | {
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "continue_final_message",
+        "add_generation_prompt",
+    }
+)
+CANCEL_FIELDS = frozenset({"id"})
 COMPLETION_FIELDS = _SHARED | {"prompt", "echo", "best_of"}
 TOKENIZE_FIELDS = frozenset({"content", "prompt", "text", "add_special", "parse_special", "model"})
 DETOKENIZE_FIELDS = frozenset({"tokens", "model"})
@@ -61,7 +80,7 @@ _NOT_YET_NAMES = (
     "prompt_cache_retention grammar "
     "json_schema use_beam_search length_penalty early_stopping best_of echo min_tokens bad_words allowed_token_ids "
     "prompt_logprobs truncate_prompt_tokens skip_special_tokens spaces_between_special_tokens chat_template "
-    "chat_template_kwargs add_generation_prompt continue_final_message documents request_id logits_processors "
+    "chat_template_kwargs documents request_id logits_processors "
     "cache_prompt n_predict mirostat typical_p tfs_z dry_multiplier xtc_probability top_n_sigma repeat_penalty "
     "repeat_last_n samplers id_slot n_probs return_tokens_as_token_ids cache_salt lora session_id"
 )

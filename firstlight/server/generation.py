@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
 
 from firstlight.errors import FirstlightError
 from firstlight.server.answer import Answer
 from firstlight.server.asgi import ClientGone, Exchange
+from firstlight.server.opened import timed
+from firstlight.server.quotas import Ticket
 from firstlight.server.record import RequestRecord
 from firstlight.server.service import Service
 from firstlight.server.sse import ClientWatch, EventStream
@@ -46,12 +49,15 @@ class GenerationRoutes:
         self._service.open_since_s[answer_id] = exchange.arrival_s
         stream: EventStream | None = None
         outcome: str | None = "internal_error"
+        ticket: Ticket | None = None
         try:
+            ticket = self._service.access.quota(salt).enter()
             request = await self._read(exchange, parse)
+            ticket.hold(request.num_choices)
             record.stream = request.stream
             stream = EventStream(exchange) if request.stream else None
             answer = Answer(self._service, request, record, answer_id, salt)
-            await self._watched(exchange, answer, stream)
+            await self._watched(exchange, answer, stream, record, salt)
             outcome = None
         except ClientGone:
             exchange.status = _CLIENT_GONE_STATUS
@@ -65,6 +71,8 @@ class GenerationRoutes:
         finally:
             del self._service.open_since_s[answer_id]
             record.close(exchange.status or 500, outcome)
+            if ticket is not None:
+                ticket.close(record.num_tokens)
         if stream is not None:
             await stream.wait_until_dropped()
 
@@ -72,8 +80,15 @@ class GenerationRoutes:
         raw = await exchange.read_body(self._service.max_body_bytes, self._service.config.read_timeout_s)
         return await self._service.parsed(parse, raw)
 
-    async def _watched(self, exchange: Exchange, answer: Answer, stream: EventStream | None) -> None:
-        config = self._service.config
+    async def _watched(
+        self, exchange: Exchange, answer: Answer, stream: EventStream | None, record: RequestRecord, salt: bytes
+    ) -> None:
+        service, config = self._service, self._service.config
         watch = ClientWatch(exchange, stream, keep_alive_s=config.keep_alive_s, slow_reader_s=config.slow_reader_s)
+        spent_s = time.monotonic() - exchange.arrival_s
         async with watch:
-            await answer.respond(exchange, stream)
+            with (
+                service.open.registered(record.answer_id, exchange.request_id, salt, watch),
+                timed(watch, answer.timeout_s, spent_s),
+            ):
+                await answer.respond(exchange, stream)

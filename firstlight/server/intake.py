@@ -13,6 +13,7 @@ import msgspec
 
 from firstlight.errors import NotFoundError, RequestError, UnsupportedParameter
 from firstlight.server.fields import (
+    CANCEL_FIELDS,
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
@@ -25,6 +26,7 @@ from firstlight.server.structured import answer_grammar
 from firstlight.server.tools import checked_calls, tool_use
 from firstlight.server.urgency import checked_deadline, priority_of
 from firstlight.server.wire import (
+    CancelBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -51,6 +53,7 @@ _EMPTY_MESSAGE_FIELDS = frozenset({"annotations", "refusal", "audio", "function_
 """Members that client libraries send back from an earlier answer; taken when they hold nothing."""
 _DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
+MAX_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Intake:
         max_tokens = _one_of_two_limits(body.max_tokens, body.max_completion_tokens)
         params = self._params(body, max_tokens, _chat_logprobs(body))
         tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self.max_tools)
-        return self._request(body, params, messages=messages, tools=tools)
+        return self._request(body, params, messages=messages, tools=tools, is_continuation=_continues(body, messages))
 
     def completion(self, raw: bytes) -> GenerationRequest:
         """The checked request of a POST /v1/completions body. Raises RequestError."""
@@ -107,6 +110,12 @@ class Intake:
         if len(texts) != 1:
             raise RequestError(f"{len(texts)} of `content`, `prompt`, `text` are given: send one", param="content")
         return texts[0], body.add_special, body.parse_special
+
+    def cancel(self, raw: bytes) -> str:
+        """The id of a POST /v1/cancel body. Raises RequestError."""
+        members = decode_object(raw)
+        refuse_unknown(members, CANCEL_FIELDS, "/v1/cancel")
+        return convert(members, CancelBody).id
 
     def detokenize(self, raw: bytes) -> list[int]:
         """The ids of a POST /detokenize body. Raises RequestError."""
@@ -161,10 +170,34 @@ class Intake:
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             timings=body.timings,
+            timeout_s=_timeout(body.timeout),
             priority=priority_of(body.priority),
             deadline_ms=checked_deadline(body.deadline_ms),
             **rest,
         )
+
+
+def _timeout(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"`timeout` is {timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:.0f} (a day)", param="timeout"
+        )
+    return timeout_s
+
+
+def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
+    """Whether the answer goes on with the last message; raises RequestError where that cannot be."""
+    if body.add_generation_prompt is not None and body.add_generation_prompt == body.continue_final_message:
+        raise RequestError(
+            "`add_generation_prompt` and `continue_final_message` must be opposites: send one of them",
+            param="add_generation_prompt",
+        )
+    if body.continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "`continue_final_message` needs an assistant message at the end of `messages`",
+            param="continue_final_message",
+        )
+    return body.continue_final_message
 
 
 def convert(members: dict[str, Any], body_type: type[_Body], path: str = "") -> _Body:

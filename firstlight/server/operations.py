@@ -55,6 +55,16 @@ class OperationRoutes:
         raw = await self._body(exchange)
         await exchange.respond_json({"content": await self._service.parsed(self._detokenized, raw)})
 
+    async def cancel(self, exchange: Exchange) -> None:
+        """POST /v1/cancel: ends an open request of the same key, by its answer's id or its X-Request-Id."""
+        salt = self._service.access.tenant_salt(exchange)
+        self._service.require_ready()
+        name = self._service.intake.cancel(await self._body(exchange))
+        num = self._service.open.cancel(name, salt)
+        if num == 0:
+            raise NotFoundError(f"no open request has the id {name[:128]!r}: it may have ended", param="id")
+        await exchange.respond_json({"id": name, "cancelled": num})
+
     async def health(self, exchange: Exchange) -> None:
         """GET /health: the process is alive; 503 only when nothing but a restart will help."""
         engine = self._service.engine

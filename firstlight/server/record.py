@@ -69,6 +69,11 @@ class RequestRecord:
         }
         return {name: round(value, 3) for name, value in spans.items()}
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return (self.usage.prompt_tokens if self.usage else self.num_prompt) + self._num_output
+
     def close(self, status: int, outcome: str | None) -> None:
         """Counts and logs the request.
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,9 +82,10 @@ class RunningServer:
 
     async def run(self) -> None:
         """Serves until `request_stop`. Raises as `serve` does."""
+        _check_tls(self._config)
         sock = _bound_socket(self._config)
         with contextlib.closing(sock):
-            self.url = _url(self._config.host, sock)
+            self.url = _url(self._config, sock)
             self.engine = engine = self._engine_factory()
             app = create_app(engine, self._config)
             server = _HttpServer(_uvicorn_config(app, self._config))
@@ -226,6 +228,8 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         backlog=_BACKLOG,
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         timeout_graceful_shutdown=_FLUSH_S,
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
     )
 
 
@@ -252,9 +256,25 @@ def _bound_socket(config: ServerConfig) -> socket.socket:
     return sock
 
 
-def _url(host: str, sock: socket.socket) -> str:
-    port = sock.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(config: ServerConfig, sock: socket.socket) -> str:
+    host, port = config.host, sock.getsockname()[1]
+    scheme = "https" if config.tls_cert else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _check_tls(config: ServerConfig) -> None:
+    """Raises ConfigError for files that are no certificate and key: the HTTP server would say so too late."""
+    if not config.tls_cert:
+        if config.tls_key:
+            raise ConfigError("`tls_key` needs `tls_cert`: give the certificate too", param="tls_key")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key or None, lambda: "")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"`tls_cert` {config.tls_cert!r} with `tls_key` {config.tls_key!r} cannot be used: {error}",
+            param="tls_cert",
+        ) from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

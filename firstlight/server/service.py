@@ -20,6 +20,7 @@ from firstlight.measure.metrics import Metrics
 from firstlight.server.access import Access
 from firstlight.server.dialect import Dialect
 from firstlight.server.intake import Intake
+from firstlight.server.opened import OpenRequests
 from firstlight.text.tokenizer import Tokenizer
 
 __all__ = ["BIG_TEXT_BYTES", "Service", "package_version"]
@@ -45,6 +46,7 @@ class Service:
         self.created = int(time.time())
         self.max_body_bytes = int(config.max_body_mb * 1e6)
         self._threads = ThreadPoolExecutor(_NUM_PARSE_THREADS, thread_name_prefix="firstlight-parse")
+        self.open = OpenRequests()
         self.open_since_s: dict[str, float] = {}
         """Arrival of every generation request that is being answered, by answer id."""
 

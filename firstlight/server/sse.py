@@ -137,6 +137,13 @@ class ClientWatch:
             self._work.uncancel()
             raise self._cause from None
 
+    def end(self, cause: Exception) -> None:
+        """Ends the block, which then raises `cause`; nothing once the answer is (or a whole answer is being) sent."""
+        is_sent = self._exchange.is_complete or (self._stream is None and self._exchange.status is not None)
+        if self._cause is None and not is_sent:
+            self._cause = cause
+            self._work.cancel()
+
     async def _watch(self) -> None:
         while self._cause is None:
             try:

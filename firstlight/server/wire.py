@@ -13,6 +13,7 @@ from firstlight.server.tools import ToolUse
 from firstlight.types import SamplingParams
 
 __all__ = [
+    "CancelBody",
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
@@ -53,6 +54,7 @@ class SharedBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     timings: bool = False
+    timeout: float | None = None
     priority: str | None = None
     deadline_ms: float | None = None
     response_format: dict[str, Any] | None = None
@@ -88,6 +90,8 @@ class ChatBody(SharedBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -113,6 +117,12 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class CancelBody(msgspec.Struct, kw_only=True):
+    """POST /v1/cancel."""
+
+    id: str
+
+
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
@@ -135,6 +145,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     timings: bool = False
+    timeout_s: float | None = None
+    is_continuation: bool = False
+    """The last message is the beginning of the answer."""
     priority: int = 0
     deadline_ms: float | None = None
 
