@@ -57,6 +57,7 @@ class App:
             "/ready": {"GET": operations.ready},
             "/metrics": {"GET": operations.metrics},
             "/debug/check": {"GET": operations.check},
+            "/openapi.json": {"GET": operations.openapi},
             "/version": {"GET": operations.version},
         }
         self._model_route: dict[str, Route] = {"GET": operations.model}
@@ -143,5 +144,6 @@ GET  /health                200 while the process is alive
 GET  /ready                 200 while requests are taken and make progress
 GET  /metrics               Prometheus text
 GET  /debug/check           audit of the KV blocks
+GET  /openapi.json          this API as an OpenAPI document
 GET  /version               the package's version
 """

@@ -8,6 +8,7 @@ from typing import Any
 from firstlight.errors import BackendError, NotFoundError, RequestError
 from firstlight.measure.metrics import CONTENT_TYPE
 from firstlight.server.asgi import Exchange
+from firstlight.server.openapi import openapi_document
 from firstlight.server.service import BIG_TEXT_BYTES, Service, package_version
 from firstlight.text.tokenizer import Tokenizer
 
@@ -80,6 +81,10 @@ class OperationRoutes:
         """GET /metrics."""
         self._service.require_ready()
         await exchange.respond(200, self._service.metrics.render(), CONTENT_TYPE.encode())
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """GET /openapi.json."""
+        await exchange.respond_json(openapi_document(package_version()))
 
     async def version(self, exchange: Exchange) -> None:
         """GET /version."""

@@ -1,4 +1,4 @@
-"""Answers, chunks and errors validate against OpenAI's published schemas (shared workloads; skipped where absent)."""
+"""Answers, chunks and errors validate against OpenAI's published schemas (tests/data/openai_schemas.json)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.raw import events
 
+SCHEMAS = Path(__file__).resolve().parents[1] / "data" / "openai_schemas.json"
 Validators = dict[str, jsonschema.Draft202012Validator]
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "seed": 1}
 VARIANTS: list[dict[str, Any]] = [{}, {"n": 3}, {"ignore_eos": True}, {"stop": "e"}, {"timings": True}]
@@ -32,9 +33,9 @@ def _plain(schema: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def validators(shared_dir: Path) -> Validators:
+def validators() -> Validators:
     """A validator per schema name."""
-    raw = json.loads((shared_dir / "workloads" / "vectors" / "openai_schemas.json").read_text())
+    raw = json.loads(SCHEMAS.read_text())
     components = {"components": {"schemas": _plain(raw["schemas"])}}
     return {
         name: jsonschema.Draft202012Validator({**components, "$ref": f"#/components/schemas/{name}"})
@@ -68,6 +69,22 @@ def test_chat_answers_and_chunks_fit_the_schema(
 def test_completion_answers_fit_the_schema(http: httpx.Client, validators: Validators, variant: dict[str, Any]) -> None:
     whole = http.post("/v1/completions", json={"prompt": "x", **variant}).json()
     validators["CreateCompletionResponse"].validate(whole)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, done = events(http.post("/v1/completions", json={"prompt": "x", **variant, **options}).content)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        assert chunk["usage"] is None or chunk["choices"] == []
+        validators["CreateCompletionResponse"].validate({**chunk, "usage": whole["usage"]} | _finished(chunk))
+
+
+def _finished(chunk: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a completions chunk with their end: the schema is that of whole answers."""
+    return {"choices": [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]}
+
+
+@pytest.mark.parametrize("body", [{"input": "x"}, {"input": ["x", "y"]}, {"input": [[1, 2], [3]], "pooling": "last"}])
+def test_embeddings_fit_the_schema(http: httpx.Client, validators: Validators, body: dict[str, Any]) -> None:
+    validators["CreateEmbeddingResponse"].validate(http.post("/v1/embeddings", json=body).json())
 
 
 def test_models_and_errors_fit_the_schema(http: httpx.Client, validators: Validators) -> None:
