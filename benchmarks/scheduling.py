@@ -1,0 +1,391 @@
+"""What the scheduler promises, measured on the real model: stall, short behind long, pressure, batch modes.
+
+    python -m benchmarks.scheduling stall --out benchmarks/results/scheduling-stall.json
+    python -m benchmarks.scheduling short
+    python -m benchmarks.scheduling pressure
+    python -m benchmarks.scheduling modes --trace azure2023_conv.jsonl.gz
+
+`stall` and `short` start `firstlight serve` and time what arrives at a client on the same machine. `pressure` and
+`modes` drive the engine's core in this process. Each prints one JSON object and exits 1 if its promise was not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from firstlight.config import EngineConfig
+from firstlight.engine.core import EngineCore
+from firstlight.engine.load import load_parts
+from firstlight.measure.client import Endpoint, get_json, stream_events
+from firstlight.types import CoreRequest, FinishReason, SamplingParams, TokenEvent
+
+PROMPTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "prompts.jsonl"
+WORDS = tuple(
+    "the water of a small city and its old river in early light time people group music other story language day order "  # noqa: SIM905
+    "number system work school point house family part word name line year way place hand side kind head form".split()
+)
+"""One token each with a space before them in the default model's vocabulary."""
+TURNS = 2.0
+EXTRA_S = 0.010
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The value below which a share `q` lies, between neighbours in proportion."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * q
+    low = int(at)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+
+
+def words(rng: random.Random, num: int) -> str:
+    """A prompt of about `num` tokens."""
+    return " ".join(rng.choice(WORDS) for _ in range(num))
+
+
+# -- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(options: Sequence[str]) -> AsyncIterator[Endpoint]:
+    """A server process of its own, ready; ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "firstlight", "serve", *options, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    endpoint = Endpoint.parse(f"http://127.0.0.1:{port}")
+    try:
+        for _ in range(600):
+            with contextlib.suppress(Exception):
+                await get_json(endpoint, "/ready")
+                break
+            await asyncio.sleep(0.1)
+        yield endpoint
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def stream(endpoint: Endpoint, prompt: str, max_tokens: int, times: list[float] | None = None) -> dict[str, Any]:
+    """One streamed completion: when it was sent, and when each piece arrived (in `times`, as it runs)."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    record: dict[str, Any] = {"sent": time.perf_counter(), "times": [] if times is None else times}
+    async for at, event in stream_events(endpoint, "/v1/completions", body):
+        if any(choice.get("text") for choice in event.get("choices", ())):
+            record["times"].append(at)
+    return record
+
+
+def ttft(record: dict[str, Any]) -> float:
+    first: float = record["times"][0]
+    return first - float(record["sent"])
+
+
+def gaps(times: Sequence[float], begin: float, end: float) -> list[float]:
+    """Gaps that lie between two moments or reach into the time between them."""
+    return [b - a for a, b in pairwise(times) if b > begin and a < end]
+
+
+async def stall(args: argparse.Namespace) -> dict[str, Any]:
+    """`--streams` streams decode, a long prompt arrives: how long is the longest gap, and the prompt's TTFT?"""
+    rng = random.Random(args.seed)
+    async with served(args.server) as endpoint:
+        await stream(endpoint, words(rng, 64), 16)
+        alone = await stream(endpoint, words(rng, args.long), 2)
+        times: list[list[float]] = [[] for _ in range(args.streams)]
+        running = [asyncio.create_task(stream(endpoint, words(rng, 64), args.tokens, own)) for own in times]
+        while min(map(len, times)) < 100:
+            await asyncio.sleep(0.01)
+        arrived = time.perf_counter()
+        long = await stream(endpoint, words(rng, args.long), 2)
+        ended = long["times"][0]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    calm = [b - a for own in times for a, b in pairwise(own[20:]) if b <= arrived]
+    during = [gap for own in times for gap in gaps(own, arrived, ended)]
+    limit = TURNS * statistics.median(calm) + EXTRA_S
+    return {
+        "streams_ran_through": all(own[-1] >= ended - limit for own in times),
+        "undisturbed_p50_ms": 1e3 * statistics.median(calm),
+        "undisturbed_max_ms": 1e3 * max(calm),
+        "during_p50_ms": 1e3 * statistics.median(during),
+        "during_p99_ms": 1e3 * percentile(during, 0.99),
+        "longest_gap_ms": 1e3 * max(during),
+        "limit_ms": 1e3 * limit,
+        "gaps_over_limit": sum(gap > limit for gap in during),
+        "gaps": len(during),
+        "long_ttft_s": ttft(long),
+        "long_ttft_alone_s": ttft(alone),
+        "long_ttft_ratio": ttft(long) / ttft(alone),
+        "kept": max(during) <= limit and ttft(long) <= 2.5 * ttft(alone),
+    }
+
+
+async def short(args: argparse.Namespace) -> dict[str, Any]:
+    """One long prompt, then `--shorts` short ones at once: their TTFT beside the same on an idle server."""
+    rng = random.Random(args.seed)
+    async with served(args.server) as endpoint:
+
+        async def burst() -> list[float]:
+            prompts = [words(rng, 50) for _ in range(args.shorts)]
+            return [ttft(r) for r in await asyncio.gather(*(stream(endpoint, p, 16) for p in prompts))]
+
+        await stream(endpoint, words(rng, 64), 16)
+        one = ttft(await stream(endpoint, words(rng, 50), 16))
+        idle = await burst()
+        long = asyncio.create_task(stream(endpoint, words(rng, args.long), 2))
+        await asyncio.sleep(0.3)
+        behind = await burst()
+        long_ttft = ttft(await long)
+    ratio = percentile(behind, 0.95) / percentile(idle, 0.95)
+    return {
+        "short_ttft_one_idle_ms": 1e3 * one,
+        "short_ttft_idle_p95_ms": 1e3 * percentile(idle, 0.95),
+        "short_ttft_behind_p50_ms": 1e3 * percentile(behind, 0.5),
+        "short_ttft_behind_p95_ms": 1e3 * percentile(behind, 0.95),
+        "ratio_p95": ratio,
+        "long_ttft_s": long_ttft,
+        "kept": ratio <= 3,
+    }
+
+
+# -- in this process ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """Requests driven through a core: what each said, and when."""
+
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    first_s: dict[str, float] = field(default_factory=dict)
+    end_s: dict[str, float] = field(default_factory=dict)
+    finish: dict[str, FinishReason] = field(default_factory=dict)
+    peak_blocks: int = 0
+    stats: dict[str, int] = field(default_factory=dict)
+    leaks: int = 0
+
+    def take(self, events: list[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            self.ids.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.token_ids:
+                self.first_s.setdefault(event.request_id, now)
+            if event.finish is not None:
+                self.finish[event.request_id] = event.finish
+                self.end_s[event.request_id] = now
+
+
+def drive(config: EngineConfig, requests: Sequence[tuple[float, CoreRequest]]) -> tuple[Run, dict[str, float]]:
+    """Submits each request at its time, waits for all, audits. Returns: the run, and when each was sent."""
+    run, sent = Run(), {}
+    core = EngineCore(load_parts(config).backend, config, run.take)
+    core.start()
+    begin = time.monotonic()
+    for at_s, request in requests:
+        while (left := begin + at_s - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
+        now_s = sent[request.request_id] = time.monotonic()
+        core.submit([msgspec.structs.replace(request, arrival_s=now_s)])
+    while len(run.end_s) < len(requests):
+        time.sleep(0.02)
+        cache = core.stats().cache
+        run.peak_blocks = max(run.peak_blocks, cache.num_blocks - cache.free_blocks)
+    core.check().result()
+    stats = core.stats()
+    run.leaks = stats.cache.num_blocks - stats.cache.free_blocks
+    names = ("steps", "preemptions", "prefill_tokens", "recomputed_tokens", "output_tokens")
+    run.stats = {name: getattr(stats.scheduler, name) for name in names}
+    core.stop()
+    return run, sent
+
+
+def chat_requests(args: argparse.Namespace) -> list[tuple[float, CoreRequest]]:
+    """Real prompts through the chat template, all at once; answers end where the model ends them, or at a limit."""
+    parts = load_parts(EngineConfig(model=args.model))
+    assert parts.chat_template is not None
+    rng = random.Random(args.seed)
+    texts = [json.loads(line)["text"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    requests = []
+    for i in range(args.requests):
+        message = {"role": "user", "content": rng.choice(texts)[: args.chars]}
+        ids = parts.tokenizer.encode_rendered(parts.chat_template.render([message]))
+        request = CoreRequest(
+            request_id=f"r{i}",
+            prompt_ids=ids,
+            params=SamplingParams(temperature=0.8),
+            seed=i,
+            max_tokens=args.tokens,
+            stop_ids=frozenset(parts.tokenizer.eos_ids),
+            arrival_s=0.0,
+        )
+        requests.append((0.0, request))
+    parts.backend.close()
+    return requests
+
+
+def pressure(args: argparse.Namespace) -> dict[str, Any]:
+    """KV for a quarter of what the requests would hold: same tokens, no leaks, how much is computed again."""
+    requests = chat_requests(args)
+    base = {"model": args.model, "max_queue": 4096, "max_queue_s": 0.0, "max_step_rows": args.rows}
+    roomy, _ = drive(EngineConfig(**base), requests)
+    num_blocks = max(roomy.peak_blocks // 4, args.tokens // 16 + 20)
+    ours, _ = drive(EngineConfig(**base, num_blocks=num_blocks), requests)
+    plain, _ = drive(EngineConfig(**base, num_blocks=num_blocks, reserve_output=False, preempt="last-in"), requests)
+
+    def share(run: Run) -> float:
+        return run.stats["recomputed_tokens"] / (run.stats["prefill_tokens"] + run.stats["output_tokens"])
+
+    same = [run.ids == roomy.ids and run.finish == roomy.finish for run in (ours, plain)]
+    return {
+        "requests": len(requests),
+        "peak_blocks_unpressured": roomy.peak_blocks,
+        "num_blocks": num_blocks,
+        "finished": sum(finish in (FinishReason.STOP, FinishReason.LENGTH) for finish in ours.finish.values()),
+        "same_tokens": same[0],
+        "same_tokens_plain": same[1],
+        "leaked_blocks": ours.leaks + plain.leaks,
+        "recomputed_share": share(ours),
+        "recomputed_share_plain": share(plain),
+        "wall_s": {
+            name: max(run.end_s.values()) - min(run.first_s.values())
+            for name, run in (("unpressured", roomy), ("ours", ours), ("plain", plain))
+        },
+        "stats": {"unpressured": roomy.stats, "ours": ours.stats, "plain": plain.stats},
+        "kept": all(same) and ours.leaks == 0 and share(ours) <= share(plain) / 2 and len(ours.finish) == len(requests),
+    }
+
+
+def trace_requests(args: argparse.Namespace, rate: float) -> list[tuple[float, CoreRequest]]:
+    """The trace's arrivals at `rate` requests a second, its lengths divided by `--shrink`."""
+    rng = random.Random(args.seed)
+    with gzip.open(args.trace, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file][: args.requests]
+    first, last = rows[0]["timestamp_s"], rows[-1]["timestamp_s"]
+    stretch = (len(rows) - 1) / rate / (last - first)
+    requests = []
+    for i, row in enumerate(rows):
+        request = CoreRequest(
+            request_id=f"r{i}",
+            prompt_ids=[rng.randrange(1000, 40000) for _ in range(max(1, row["input_tokens"] // args.shrink))],
+            params=SamplingParams(temperature=0.0),
+            seed=0,
+            max_tokens=max(1, row["output_tokens"] // args.shrink),
+            stop_ids=frozenset(),
+            arrival_s=0.0,
+        )
+        requests.append(((row["timestamp_s"] - first) * stretch, request))
+    return requests
+
+
+def modes(args: argparse.Namespace) -> dict[str, Any]:
+    """Throughput and p95 latency of each mode at each arrival rate of the same trace."""
+    table = []
+    for rate in args.rates:
+        requests = trace_requests(args, rate)
+        for mode in ("continuous", "dynamic", "static"):
+            config = EngineConfig(model=args.model, mode=mode, batch_size=args.batch, max_queue_s=0.0)
+            run, sent = drive(config, requests)
+            latency = [run.end_s[name] - sent[name] for name in sent]
+            first = [run.first_s[name] - sent[name] for name in sent]
+            tokens = sum(map(len, run.ids.values()))
+            table.append(
+                {
+                    "mode": mode,
+                    "rate": rate,
+                    "tokens_per_s": tokens / (max(run.end_s.values()) - min(sent.values())),
+                    "e2e_p50_s": percentile(latency, 0.5),
+                    "e2e_p95_s": percentile(latency, 0.95),
+                    "ttft_p50_s": percentile(first, 0.5),
+                    "ttft_p95_s": percentile(first, 0.95),
+                }
+            )
+            print(json.dumps(table[-1]), file=sys.stderr)
+    return {"requests": args.requests, "batch_size": args.batch, "shrink": args.shrink, "table": table, "kept": True}
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any]:
+    """Where and how a result was made."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "command": " ".join(["python", "-m", "benchmarks.scheduling", *sys.argv[1:]]),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "seed": args.seed,
+    }
+
+
+def machine_seconds() -> tuple[float, float]:
+    """CPU seconds that the whole machine has spent, and that this process and its ended children have."""
+    ticks = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    own = os.times()
+    return (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK"), sum(own[:4])
+
+
+def main() -> int:
+    """Runs one scenario, prints and saves its result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=("stall", "short", "pressure", "modes"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, help="where to save the result as JSON")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--long", type=int, default=0, help="long prompt; 0 = 4,000 (stall), 6,000 (short)")
+    parser.add_argument("--tokens", type=int, default=0, help="output tokens at most; 0 = 1,500 (stall), 48 (pressure)")
+    parser.add_argument("--shorts", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=0, help="0 = 500 (pressure), 60 (modes)")
+    parser.add_argument("--rows", type=int, default=32, help="requests that may run together (pressure)")
+    parser.add_argument("--chars", type=int, default=120, help="prompts are cut here (pressure)")
+    parser.add_argument("--trace", type=Path, help="gzip JSONL of arrivals (modes)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0], help="requests a second (modes)")
+    parser.add_argument("--shrink", type=int, default=8, help="lengths of the trace are divided by this (modes)")
+    parser.add_argument("--batch", type=int, default=8, help="batch size (modes)")
+    args = parser.parse_args()
+    args.server = [args.model]
+    args.long = args.long or (6000 if args.scenario == "short" else 4000)
+    args.tokens = args.tokens or (48 if args.scenario == "pressure" else 1500)
+    args.requests = args.requests or (500 if args.scenario == "pressure" else 60)
+    begin, (machine, own) = time.monotonic(), machine_seconds()
+    scenarios = {"stall": stall, "short": short, "pressure": pressure, "modes": modes}
+    result = scenarios[args.scenario](args)
+    if asyncio.iscoroutine(result):
+        result = asyncio.run(result)
+    others = machine_seconds()
+    other_cpu = (others[0] - machine - (others[1] - own)) / (time.monotonic() - begin)
+    result = {"scenario": args.scenario, **provenance(args), "cores_used_by_others": round(other_cpu, 2), **result}
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n", encoding="utf-8")
+    return 0 if result["kept"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
