@@ -7,26 +7,19 @@ client's work never takes the server's interpreter.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from firstlight.cli.arguments import Invocation, flag_of
 from firstlight.cli.commands import BenchConfig
 from firstlight.cli.console import dim, note
+from firstlight.cli.own_server import own_server
 from firstlight.cli.version import package_version
 from firstlight.config import EngineConfig
-from firstlight.errors import BackendError, ConfigError, FirstlightError
+from firstlight.errors import BackendError, ConfigError
 from firstlight.measure.bench import (
     LevelResult,
     LoadShape,
@@ -38,18 +31,23 @@ from firstlight.measure.bench import (
     warm_up,
 )
 from firstlight.measure.bench_report import render_table, report_document
-from firstlight.measure.client import Endpoint, get_json
+from firstlight.measure.client import Endpoint
 
 __all__ = ["run"]
-
-_START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 15.0
 
 
 def run(invocation: Invocation) -> int:
     """Runs the command; 1 when any request failed."""
     config = invocation.config(BenchConfig)
     _check(config)
+    if config.ladder:
+        from firstlight.cli.ladder import climb
+
+        return climb(config, invocation.given_from(EngineConfig))
+    if config.compare or config.is_open_loop:
+        from firstlight.cli.bench_load import run_load
+
+        return run_load(config, invocation.given_from(EngineConfig))
     engine_options = invocation.given_from(EngineConfig)
     if config.url and engine_options:
         name = next(iter(engine_options))
@@ -59,7 +57,7 @@ def run(invocation: Invocation) -> int:
         )
     if config.url:
         return _measure(Endpoint.parse(config.url, config.api_key), config)
-    with _own_server(engine_options) as endpoint:
+    with own_server(engine_options) as endpoint:
         return _measure(endpoint, config)
 
 
@@ -128,56 +126,3 @@ async def _one_level(
     else:
         note(f"{streams} streams: {num_done}/{len(prompts)} requests in {level.wall_s:.1f} s")
     return level
-
-
-@contextlib.contextmanager
-def _own_server(engine_options: dict[str, object]) -> Iterator[Endpoint]:
-    """A `firstlight serve` on a free port, ready on entry, gone on exit."""
-    port = _free_port()
-    arguments = [sys.executable, "-m", "firstlight", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    for name, value in engine_options.items():
-        if isinstance(value, bool):
-            arguments.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
-        else:
-            arguments += [flag_of(name) if name != "model" else "", str(value)]
-    note(dim("starting a server for the run"))
-    with tempfile.TemporaryFile("w+") as log:
-        # A group of its own: Ctrl-C in the terminal reaches this program alone, which then stops the server.
-        server = subprocess.Popen(
-            [argument for argument in arguments if argument],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**os.environ, "NO_COLOR": "1"},
-        )
-        endpoint = Endpoint("127.0.0.1", port)
-        try:
-            _wait_until_ready(endpoint, server, log)
-            yield endpoint
-        finally:
-            server.terminate()
-            try:
-                server.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
-
-
-def _wait_until_ready(endpoint: Endpoint, server: subprocess.Popen[bytes], log: IO[str]) -> None:
-    end_s = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < end_s:
-        if server.poll() is not None:
-            log.seek(0)
-            raise ConfigError(f"the server ended with code {server.returncode}:\n{log.read().strip()}")
-        with contextlib.suppress(FirstlightError):
-            asyncio.run(get_json(endpoint, "/ready"))
-            return
-        time.sleep(0.05)
-    raise ConfigError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from firstlight.cli.arguments import Command
 from firstlight.config import EngineConfig, ServerConfig, option
 
-__all__ = ["COMMANDS", "BenchConfig", "ChatConfig", "PullConfig"]
+__all__ = ["COMMANDS", "BenchConfig", "ChatConfig", "DoctorConfig", "PullConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,37 @@ class BenchConfig:
     ignore_eos: bool = option(True, "let every answer run to its full length, so that runs compare")
     load_seed: int = option(0, "which prompts and lengths are drawn")
     json: str = option("", "write everything, raw times included, to this file", "FILE")
+    rate: float = option(0.0, "open loop: sessions that begin per second, whatever the server does", "PER_S")
+    arrivals: str = option("poisson", "how an open loop's sessions begin", choices=("poisson", "fixed"))
+    trace: str = option("", "replay this trace (JSONL, also .gz): times, lengths, shared blocks, think time", "FILE")
+    trace_speed: float = option(1.0, "how many times faster than recorded a trace's times pass")
+    prompts: str = option("", "open loop: conversations of this JSONL file (`turns` or `messages`)", "FILE")
+    input_tokens: int = option(0, "open loop: synthetic prompts of about this length; a trace's longest", "tokens")
+    prefix_tokens: int = option(0, "how much of a synthetic prompt all of them share", "tokens")
+    repeats: int = option(1, "runs of the same load; from 2 on, figures have 95 % confidence intervals")
+    slo: str = option("", "objectives that goodput counts, like ttft_p95=200ms,itl_p95=50ms")
+    find_max: bool = option(False, "search the highest rate that meets --slo, beginning at --rate")
+    compare: tuple[str, ...] = option((), "two servers, A,B: the same load on each in turn, and B's ratios to A")
+    ladder: bool = option(False, "start this machine's engine with one technique more at a time, and compare")
+    jsonl: str = option("", "write one line per request to this file", "FILE")
+    html: str = option("", "write a page with tables and plots to this file", "FILE")
+    png: str = option("", "write the plots to this file", "FILE")
+
+    @property
+    def is_open_loop(self) -> bool:
+        """Whether sessions begin by a clock, not by the last answer's end."""
+        return bool(self.rate or self.trace or self.find_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """What to examine."""
+
+    model: str = option(EngineConfig().model, "model whose attainable speed is worked out")
+    threads: int = option(0, "threads to measure with; 0 = as many as an engine would use")
+    url: str = option("", "also measure the way to this server, proxies included")
+    seconds: float = option(1.0, "time spent on each limit", "s")
+    json: str = option("", "write everything to this file", "FILE")
 
 
 COMMANDS = (
@@ -66,10 +97,17 @@ COMMANDS = (
     Command("pull", "Fetches a model, so that it starts at once.", "firstlight.cli.pull:run", (PullConfig,), "name"),
     Command(
         "bench",
-        "Measures a server under a short closed-loop load.",
+        "Measures a server under load.",
         "firstlight.cli.bench:run",
         (BenchConfig, EngineConfig),
         "url",
+    ),
+    Command(
+        "doctor",
+        "Measures this machine's limits, and says what is in the way.",
+        "firstlight.cli.doctor:run",
+        (DoctorConfig,),
+        "model",
     ),
     Command("version", "Says which version this is.", "firstlight.cli.version:run"),
 )

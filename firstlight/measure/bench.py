@@ -19,15 +19,17 @@ from typing import Any
 import msgspec
 
 from firstlight.errors import BackendError, FirstlightError
-from firstlight.measure.client import Endpoint, get_json, stream_events
+from firstlight.measure.client import Endpoint, get_json, post_json, stream_events
 
 __all__ = [
     "LevelResult",
     "LoadShape",
     "Prompt",
     "RequestRecord",
+    "probe_lag",
     "prompt_source",
     "run_level",
+    "send",
     "served_model",
     "warm_up",
 ]
@@ -71,6 +73,9 @@ class RequestRecord:
     cached_tokens: int = 0
     finish: str | None = None
     error: str | None = None
+    text: str = ""
+    late_s: float = 0.0
+    """How much later than planned the client sent it."""
 
     @property
     def ttft_s(self) -> float:
@@ -89,8 +94,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """(E2E - TTFT) / (tokens - 1); None below two tokens."""
-        if self.completion_tokens < 2 or not self.times_s:
+        """(E2E - TTFT) / (tokens - 1); None below two tokens, and where all text came at once."""
+        if self.completion_tokens < 2 or len(self.times_s) < 2:
             return None
         return (self.end_s - self.times_s[0]) / (self.completion_tokens - 1)
 
@@ -158,11 +163,11 @@ async def run_level(
 
     async def stream() -> None:
         for prompt in waiting:
-            record = await _send(endpoint, model, prompt, ignore_eos, zero_s)
+            record = await send(endpoint, model, prompt, ignore_eos, zero_s)
             records.append(record)
             on_done(record)
 
-    probe = asyncio.create_task(_probe_lag(lags_s))
+    probe = asyncio.create_task(probe_lag(lags_s))
     cpu_before_s = time.process_time()
     try:
         await asyncio.gather(*(stream() for _ in range(concurrency)))
@@ -173,23 +178,35 @@ async def run_level(
     return LevelResult(concurrency, records, wall_s, client_cpu_s, lags_s)
 
 
-async def _send(endpoint: Endpoint, model: str, prompt: Prompt, ignore_eos: bool, zero_s: float) -> RequestRecord:
+async def send(
+    endpoint: Endpoint, model: str, prompt: Prompt, ignore_eos: bool, zero_s: float, *, is_streamed: bool = True
+) -> RequestRecord:
+    """One request's record, whatever becomes of it. Not streamed, the whole answer arrives at once, at its end."""
     body: dict[str, Any] = {
         "model": model,
         "messages": prompt.messages,
         "max_tokens": prompt.max_tokens,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream": is_streamed,
     }
+    if is_streamed:
+        body["stream_options"] = {"include_usage": True}
     if ignore_eos:
         body["ignore_eos"] = True
     record = RequestRecord(time.perf_counter() - zero_s)
     try:
-        async for arrival_s, event in stream_events(endpoint, "/v1/chat/completions", body):
-            _note_event(record, arrival_s - zero_s, event)
+        if is_streamed:
+            async for arrival_s, event in stream_events(endpoint, "/v1/chat/completions", body):
+                _note_event(record, arrival_s - zero_s, event)
+        else:
+            answer = await post_json(endpoint, "/v1/chat/completions", body)
+            for choice in answer["choices"]:
+                choice["delta"] = choice.pop("message")
+            _note_event(record, time.perf_counter() - zero_s, answer)
     except FirstlightError as error:
         record.error = error.message
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        record.error = f"the answer is not of OpenAI's form: {error!r}"
     record.end_s = time.perf_counter() - zero_s
     record.completion_tokens = record.completion_tokens or len(record.times_s)
     return record
@@ -199,16 +216,19 @@ def _note_event(record: RequestRecord, arrival_s: float, event: dict[str, Any]) 
     if event.get("error"):
         record.error = str(event["error"].get("message", event["error"]))
     if usage := event.get("usage"):
-        record.prompt_tokens = usage["prompt_tokens"]
-        record.completion_tokens = usage["completion_tokens"]
+        record.prompt_tokens = usage.get("prompt_tokens") or 0
+        record.completion_tokens = usage.get("completion_tokens") or 0
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     for choice in event.get("choices") or ():
-        if choice["delta"].get("content"):
+        part = choice.get("delta") or choice
+        # Servers differ: chat deltas, completions' `text`, reasoning beside the answer.
+        if text := part.get("content") or part.get("reasoning_content") or part.get("text"):
             record.times_s.append(arrival_s)
+            record.text += text if isinstance(text, str) else ""
         record.finish = choice.get("finish_reason") or record.finish
 
 
-async def _probe_lag(lags_s: list[float]) -> None:
+async def probe_lag(lags_s: list[float]) -> None:
     """Notes how late a short sleep ends: what the client's own loop adds to a measured time."""
     while True:
         before_s = time.perf_counter()

@@ -19,7 +19,7 @@ import msgspec
 
 from firstlight.errors import BackendError, ConfigError, FirstlightError, OverloadedError, RequestError
 
-__all__ = ["ChunkedBody", "Endpoint", "EventStream", "get_json", "stream_events"]
+__all__ = ["ChunkedBody", "Endpoint", "EventStream", "get_json", "post_json", "stream_events"]
 
 _READ_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
@@ -113,22 +113,35 @@ class EventStream:
     def __init__(self) -> None:
         self._line = b""
         self._parts: list[bytes] = []
+        self._is_first = True
+        self._is_after_cr = False
 
     def feed(self, raw: bytes) -> list[bytes]:
         """The payloads that `raw` completes, in order; comments and fields other than `data` are skipped."""
-        if b"\n" not in raw:
+        if self._is_after_cr:
+            raw = raw.removeprefix(b"\n")  # the second half of a CRLF
+            self._is_after_cr = False
+        if b"\n" not in raw and b"\r" not in raw:
             self._line += raw
             return []
-        events: list[bytes] = []
-        *lines, self._line = (self._line + raw).split(b"\n")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._parts.append(line[5:].removeprefix(b" "))
-            elif not line and self._parts:
-                events.append(b"\n".join(self._parts))
-                self._parts = []
-        return events
+        text = self._line + raw
+        if self._is_first:
+            text, self._is_first = text.removeprefix(b"\xef\xbb\xbf"), False
+        if b"\r" in text:
+            self._is_after_cr = text.endswith(b"\r")
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._line = text.split(b"\n")
+        return [event for line in lines for event in self._take(line)]
+
+    def _take(self, line: bytes) -> list[bytes]:
+        if line.startswith(b"data:"):
+            self._parts.append(line[5:].removeprefix(b" "))
+        elif line == b"data":
+            self._parts.append(b"")
+        elif not line and self._parts:
+            parts, self._parts = self._parts, []
+            return [b"\n".join(parts)]
+        return []
 
 
 async def stream_events(
@@ -153,13 +166,24 @@ async def stream_events(
             for event in events.feed(chunked.feed(raw) if chunked else raw):
                 if event == _DONE:
                     return
+                if not event:
+                    continue
                 yield arrival_s, msgspec.json.decode(event)
     raise BackendError(f"{endpoint.url} closed the stream before [DONE]")
 
 
 async def get_json(endpoint: Endpoint, path: str) -> Any:
     """The decoded body of a GET. Raises as `stream_events` does."""
-    async with _exchange(endpoint, "GET", path, b"") as (status, headers, reader):
+    return await _json_of(endpoint, "GET", path, b"")
+
+
+async def post_json(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Any:
+    """The decoded body of a POST that is not streamed. Raises as `stream_events` does."""
+    return await _json_of(endpoint, "POST", path, msgspec.json.encode(body))
+
+
+async def _json_of(endpoint: Endpoint, method: str, path: str, payload: bytes) -> Any:
+    async with _exchange(endpoint, method, path, payload) as (status, headers, reader):
         raw = await _read_whole(headers, reader, 16 * _MAX_ERROR_BYTES)
         if status != 200:
             raise _error_of(endpoint, status, headers, raw)

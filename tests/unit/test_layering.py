@@ -28,7 +28,7 @@ ALLOWED = {
     "cli": CONTRACTS | {"models", "measure", "engine", "server", "backend.base"},
 }
 # The one place where a backend is picked, and the parts for tests and trials.
-MAY_ALSO = {"engine/load.py": {"backend"}, "engine/fake.py": {"backend.fake"}}
+MAY_ALSO = {"engine/load.py": {"backend"}, "engine/fake.py": {"backend.fake"}, "cli/doctor.py": {"backend.cpu"}}
 PURE = ("cache", "scheduler", "text", "measure")
 HEAVY = {"torch", "uvicorn", "starlette", "firstlight.backend.cpu", "firstlight.backend.fake"}
 

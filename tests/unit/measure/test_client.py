@@ -40,7 +40,7 @@ def test_chunked_events_cut_anywhere_come_out_whole(places: list[int], size: int
 
 def test_event_with_several_data_lines_is_joined_and_other_fields_are_skipped() -> None:
     raw = b"event: x\nid: 7\ndata: a\ndata:b\n: comment\n\n\n\ndata\n\ndata: c\n\n"
-    assert EventStream().feed(raw) == [b"a\nb", b"c"]
+    assert EventStream().feed(raw) == [b"a\nb", b"", b"c"]
 
 
 @pytest.mark.parametrize("raw", [b"zz\r\nabc", b"\r\n\r\n"])
