@@ -115,7 +115,7 @@ class OverloadedError(FirstlightError):
 class DeadlineError(FirstlightError):
     """The request waited longer than its own deadline and was dropped before any of it was computed."""
 
-    status = 504
+    status = 408
     code = "deadline_exceeded"
     kind = "timeout_error"
 

@@ -22,6 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = b"application/json"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_WANTED_ENDS = frozenset({"cancelled", "timeout", "deadline_exceeded"})
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -131,11 +132,16 @@ def error_body(error: FirstlightError) -> bytes:
 
 
 def error_headers(error: FirstlightError) -> Headers:
-    """What the status asks for: Retry-After, WWW-Authenticate, or the end of a connection whose body was not read."""
+    """What the status asks for: Retry-After, WWW-Authenticate, or the end of a connection whose body was not read.
+
+    Stock clients send a request again on 408 and 409, unless told that its end was wanted.
+    """
     if isinstance(error, OverloadedError):
         return [(b"retry-after", str(max(1, round(error.retry_after_s))).encode())]
     if error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
+    if error.code in _WANTED_ENDS:
+        return [(b"x-should-retry", b"false")]
     return [(b"connection", b"close")] if error.status in (408, 413) else []
 
 

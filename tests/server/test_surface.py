@@ -35,6 +35,7 @@ def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 def test_timeout_ends_a_whole_answer_with_408(slow_server: ServerThread) -> None:
     answer = httpx.post(slow_server.url + TEXT, json={**ENDLESS, "timeout": 0.05})
     assert "`timeout` is 0.05 s" in error_of(answer, 408, "timeout")["message"]
+    assert answer.headers["x-should-retry"] == "false"
     wait_until(lambda: slow_server.engine.stats().running == 0, "the abort")
 
 
