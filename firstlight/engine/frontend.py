@@ -22,6 +22,7 @@ from firstlight.engine.grammars import Grammars
 from firstlight.engine.load import EngineParts, load_parts
 from firstlight.engine.relay import LoopRelay
 from firstlight.engine.supervisor import Supervisor, Watched
+from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError, RequestError
 from firstlight.scheduler import Drafter
 from firstlight.text.params import check
@@ -32,6 +33,7 @@ from firstlight.types import CoreRequest, SamplingParams, TokenEvent
 
 __all__ = ["AsyncEngine", "EngineInfo"]
 
+NUM_TEXT_THREADS = 2
 LARGE_TEXT_CHARS = 2000
 """Longer text is tokenised in a worker thread (about a millisecond), so that the loop keeps its streams going."""
 
@@ -73,6 +75,7 @@ class AsyncEngine:
         self._relay: LoopRelay | None = None
         self._grammars: Grammars | None = None
         self._supervisor: Supervisor | None = None
+        self._workers = SizeOrderedPool(NUM_TEXT_THREADS, "firstlight-text")
         self._is_closing = False
         self._choices: dict[str, Choice] = {}
         self._serial = itertools.count(1)
@@ -140,6 +143,7 @@ class AsyncEngine:
     async def close(self, drain_s: float = 0.0) -> None:
         """Refuses new requests, lets open ones run `drain_s`, aborts the rest, frees the backend. Idempotent."""
         self._is_closing = True
+        self._workers.close()
         if self._supervisor is not None:
             await self._supervisor.close()
         if self._core is None:
@@ -225,7 +229,7 @@ class AsyncEngine:
             return list(prompt)
         tokenizer = self.tokenizer
         if len(prompt) > LARGE_TEXT_CHARS:
-            return await asyncio.to_thread(tokenizer.encode, prompt, add_special=True)
+            return await self._workers.run(len(prompt), lambda: tokenizer.encode(prompt, add_special=True))
         return tokenizer.encode(prompt, add_special=True)
 
     async def encode_chat(
@@ -244,7 +248,7 @@ class AsyncEngine:
             return tokenizer.encode_rendered(template.render(messages, tools=tools, **template_args))
 
         size = sum(len(str(message.get("content", ""))) for message in messages if isinstance(message, dict))
-        return await asyncio.to_thread(encode) if tools or size > LARGE_TEXT_CHARS else encode()
+        return await self._workers.run(size, encode) if tools or size > LARGE_TEXT_CHARS else encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""

@@ -5,16 +5,15 @@ Knows the state of the engine as a client sees it: loading, ready, stalled, fail
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from firstlight.config import ServerConfig
 from firstlight.engine.frontend import AsyncEngine
+from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError
 from firstlight.measure.metrics import Metrics
 from firstlight.server.access import Access
@@ -45,7 +44,7 @@ class Service:
         self.access = Access(config)
         self.created = int(time.time())
         self.max_body_bytes = int(config.max_body_mb * 1e6)
-        self._threads = ThreadPoolExecutor(_NUM_PARSE_THREADS, thread_name_prefix="firstlight-parse")
+        self._threads = SizeOrderedPool(_NUM_PARSE_THREADS, "firstlight-parse")
         self.open = OpenRequests()
         self.open_since_s: dict[str, float] = {}
         """Arrival of every generation request that is being answered, by answer id."""
@@ -118,7 +117,7 @@ class Service:
         """`parse(raw)`, on a thread where the body is big enough to be felt by the streams."""
         if len(raw) <= big_bytes:
             return parse(raw)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, parse, raw)
+        return await self._threads.run(len(raw), lambda: parse(raw))
 
     def warm_up(self) -> None:
         """Makes what the first request would otherwise wait for. Blocks for some 10 ms; any thread."""
@@ -127,7 +126,7 @@ class Service:
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def counts(self) -> dict[str, int]:
         """Requests and blocks as of now."""
