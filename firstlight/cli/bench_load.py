@@ -105,7 +105,9 @@ def _run_on(endpoints: list[Endpoint], config: BenchConfig, objectives: tuple[Ob
 
         if config.find_max:
             best, tried = find_max(lambda rate: one(0, rate, config.load_seed), config.rate, objectives)
-            print(f"highest rate that meets {config.slo}: {best:.2f} requests/s ({len(tried)} runs)")
+            is_bounded = any(rate > best for rate, _ in tried)
+            words = "highest rate that meets" if is_bounded else "no rate that was tried missed"
+            print(f"{words} {config.slo}: {best:.2f} requests/s ({len(tried)} runs)")
             runs = {f"{rate:.2f}/s": [level] for rate, level in tried}
         else:
             names = "AB" if config.compare else [endpoints[0].url]
@@ -231,7 +233,9 @@ def draw(runs: dict[str, list[LevelResult]]) -> list[Lines | Bars]:
             run: [(statistics.fmean(_times_ms(level, name, q) for level in levels), float(q)) for q in range(0, 101, 2)]
             for run, levels in runs.items()
         }
-        parts.append(Lines(title, "ms", "% of times at most this", curves))
+        parts.append(Lines(title, "ms", "% of times at most this", curves, is_log=True))
+    longest = {run: statistics.fmean(_times_ms(level, "itl", 100) for level in levels) for run, levels in runs.items()}
+    parts.append(Bars("Longest gap between tokens", "ms", longest))
     rates = {run: statistics.fmean(_measures(level, ())["tok/s"] for level in levels) for run, levels in runs.items()}
     parts.append(Bars("Throughput", "output tokens/s", rates))
     return parts

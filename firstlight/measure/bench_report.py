@@ -71,7 +71,7 @@ def render_table(levels: Sequence[LevelResult]) -> str:
         prompt_tokens = summary["prompt_tokens"]
         rows.append(
             [
-                str(summary["concurrency"]),
+                str(summary["concurrency"] or "open"),
                 f"{summary['requests']}" + (f" ({summary['errors']} failed)" if summary["errors"] else ""),
                 _number(summary["output_tokens_per_s"]),
                 *(" / ".join(_number(summary[name][f"p{q}"]) for q in _PERCENTS) for name in _TIMES),

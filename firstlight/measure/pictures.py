@@ -6,8 +6,9 @@ Knows titles, labels and numbers; knows nothing of servers. The page loads nothi
 from __future__ import annotations
 
 import html
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Lines:
     x_label: str
     y_label: str
     curves: dict[str, list[tuple[float, float]]]
+    is_log: bool = False
+    """Whether x is drawn by its logarithm; points at 0 and below are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,15 @@ def _y(value: float, top: float) -> float:
     return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / top
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _halves(label: str) -> list[str]:
+    """A label in at most two lines, broken at its last space."""
+    return label.rsplit(" ", 1)
+
+
 def _bars(part: Bars) -> str:
     grid, top = _grid(max(part.values.values(), default=1.0), part.y_label)
     width = (_WIDTH - _LEFT - 10) / max(1, len(part.values))
@@ -119,24 +131,41 @@ def _bars(part: Bars) -> str:
         colour = _COLOURS[at % len(_COLOURS)]
         height = _HEIGHT - _BOTTOM - y
         out.append(f'<rect x="{x - width * 0.35:.1f}" y="{y:.1f}" width="{width * 0.7:.1f}" height="{height:.1f}" ')
-        out.append(f'fill="{colour}"/>' + _text(x, y - 3, f"{value:.3g}"))
-        out += [_text(x, _HEIGHT - _BOTTOM + 15 + 13 * i, word) for i, word in enumerate(label.split(" ", 1))]
+        out.append(f'fill="{colour}"/>' + _text(x, y - 3, _number(value)))
+        out += [_text(x, _HEIGHT - _BOTTOM + 15 + 13 * i, word) for i, word in enumerate(_halves(label))]
     return "".join(out)
 
 
+def _shown(part: Lines) -> dict[str, list[tuple[float, float]]]:
+    return {name: [(x, y) for x, y in curve if x > 0 or not part.is_log] for name, curve in part.curves.items()}
+
+
+def _x_axis(xs: list[float], is_log: bool) -> tuple[list[float], Callable[[float], float]]:
+    """Where ticks stand, and where in 0..1 an x lies between the first and the last of them."""
+    if not is_log:
+        ticks = _ticks(max(xs))
+        return ticks, lambda x: x / ticks[-1]
+    low, high = math.floor(math.log10(min(xs))), math.ceil(math.log10(max(xs)))
+    span = max(1, high - low)
+    return [10.0**e for e in range(low, low + span + 1)], lambda x: (math.log10(x) - low) / span
+
+
 def _lines(part: Lines) -> str:
-    points = [point for curve in part.curves.values() for point in curve] or [(1.0, 1.0)]
+    curves = _shown(part)
+    points = [point for curve in curves.values() for point in curve] or [(1.0, 1.0)]
     grid, top = _grid(max(y for _, y in points), part.y_label)
-    x_ticks = _ticks(max(x for x, _ in points))
-    scale = (_WIDTH - _LEFT - 20) / x_ticks[-1]
-    out = [grid, *(_text(_LEFT + x * scale, _HEIGHT - _BOTTOM + 16, f"{x:g}") for x in x_ticks)]
+    x_ticks, place = _x_axis([x for x, _ in points], part.is_log)
+    scale = _WIDTH - _LEFT - 20
+    out = [grid, *(_text(_LEFT + place(x) * scale, _HEIGHT - _BOTTOM + 16, f"{x:g}") for x in x_ticks)]
     out.append(_text(_WIDTH / 2, _HEIGHT - 6, part.x_label))
-    for at, (name, curve) in enumerate(part.curves.items()):
+    for at, (name, curve) in enumerate(curves.items()):
         colour = _COLOURS[at % len(_COLOURS)]
-        path = " ".join(f"{_LEFT + x * scale:.1f},{_y(y, top):.1f}" for x, y in curve)
+        path = " ".join(f"{_LEFT + place(x) * scale:.1f},{_y(y, top):.1f}" for x, y in curve)
         out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        out.append(f'<rect x="{_WIDTH - 150}" y="{_TOP + 8 + 16 * at}" width="10" height="10" fill="{colour}"/>')
-        out.append(_text(_WIDTH - 135, _TOP + 17 + 16 * at, name, "start"))
+        out.append(
+            f'<rect x="{_WIDTH - 160}" y="{_HEIGHT - _BOTTOM - 14 - 16 * at}" width="10" height="10" fill="{colour}"/>'
+        )
+        out.append(_text(_WIDTH - 145, _HEIGHT - _BOTTOM - 5 - 16 * at, name, "start"))
     return "".join(out)
 
 
@@ -158,13 +187,15 @@ def write_png(path: str, title: str, parts: Sequence[Table | Lines | Bars]) -> N
         axes.set_title(part.title, fontsize=10)
         axes.set_ylabel(part.y_label)
         if isinstance(part, Bars):
-            labels = [label.replace(" ", "\n", 1) for label in part.values]
+            labels = ["\n".join(_halves(label)) for label in part.values]
             drawn = axes.bar(labels, list(part.values.values()), color=_COLOURS[: len(labels)])
-            axes.bar_label(drawn, fmt="%.3g", fontsize=8)
+            axes.bar_label(drawn, fmt=_number, fontsize=8)
             axes.tick_params(axis="x", labelsize=7)
         else:
-            for name, curve in part.curves.items():
-                axes.plot([x for x, _ in curve], [y for _, y in curve], label=name)
+            for (name, curve), colour in zip(_shown(part).items(), itertools.cycle(_COLOURS), strict=False):
+                axes.plot([x for x, _ in curve], [y for _, y in curve], label=name, color=colour)
+            if part.is_log:
+                axes.set_xscale("log")
             axes.set_xlabel(part.x_label)
             axes.legend(fontsize=8)
         axes.set_ylim(bottom=0)

@@ -29,7 +29,7 @@ def test_open_loop_over_repeats_writes_every_file(tmp_path: Path) -> None:
     assert {line["completion_tokens"] for line in lines} == {4}
     assert document["commit"] is None or len(document["commit"]) >= 40
     page = Path(names["html"]).read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert "src=" not in page
 
 

@@ -174,11 +174,12 @@ def test_page_is_whole_and_escapes_what_it_shows() -> None:
     parts = [
         Table("T<", [["", "a"], ["<b>", "1"]]),
         Lines("L", "ms", "%", {"run": [(0.0, 0.0), (3.0, 100.0)]}),
+        Lines("G", "ms", "%", {"run": [(0.0, 0.0), (3.0, 50.0), (3000.0, 100.0)], "none": []}, is_log=True),
         Bars("B", "tok/s", {"x": 3.0, "y": 0.0}),
     ]
     page = render_page("title & more", "note", parts)
     assert "<b>" not in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
     assert "http" not in page
 
 
