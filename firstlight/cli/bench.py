@@ -35,6 +35,11 @@ from firstlight.measure.client import Endpoint
 
 __all__ = ["run"]
 
+ONLY_IN_LOADS = frozenset(
+    ("arrivals", "trace_speed", "prompts", "input_tokens", "prefix_tokens", "repeats", "slo", "jsonl", "html", "png")
+)
+"""Options that the plain closed loop has no use for."""
+
 
 def run(invocation: Invocation) -> int:
     """Runs the command; 1 when any request failed."""
@@ -48,6 +53,11 @@ def run(invocation: Invocation) -> int:
         from firstlight.cli.bench_load import run_load
 
         return run_load(config, invocation.given_from(EngineConfig))
+    for name in invocation.given_from(BenchConfig).keys() & ONLY_IN_LOADS:
+        raise ConfigError(
+            f"`{flag_of(name)}` is for an open loop or a comparison, and this is neither",
+            hint="add --rate, --trace, --find-max or --compare, or leave it out",
+        )
     engine_options = invocation.given_from(EngineConfig)
     if config.url and engine_options:
         name = next(iter(engine_options))

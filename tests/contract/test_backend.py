@@ -358,10 +358,16 @@ def requests(backend: Backend, num: int) -> list[CoreRequest]:
 
 
 def serve(
-    backend: Backend, wanted: Sequence[CoreRequest], *, max_step_tokens: int, max_step_rows: int, num_blocks: int
+    backend: Backend,
+    wanted: Sequence[CoreRequest],
+    *,
+    max_step_tokens: int,
+    max_step_rows: int,
+    num_blocks: int,
+    reserve_output: bool = True,
 ) -> tuple[dict[str, tuple[list[int], Logits]], Scheduler]:
     """Ids and logits of every request, arriving one step apart, with the pool audited after every step."""
-    config = EngineConfig(max_step_tokens=max_step_tokens, max_step_rows=max_step_rows)
+    config = EngineConfig(max_step_tokens=max_step_tokens, max_step_rows=max_step_rows, reserve_output=reserve_output)
     limits = SchedulerLimits.of(backend.info, config)
     cache = KVCache(num_blocks, BLOCK, backend.info.fingerprint)
     scheduler = Scheduler(cache, limits, clock=lambda: 0.0, step_time=StepTimeModel())
@@ -419,7 +425,9 @@ def test_serve_tiny_pool_preempts_and_still_gives_the_same_bits(make_backend: Ma
     alone: dict[str, tuple[list[int], Logits]] = {}
     for one in wanted:
         alone |= serve(backend, [one], max_step_tokens=64, max_step_rows=4, num_blocks=64)[0]
-    together, scheduler = serve(backend, wanted, max_step_tokens=64, max_step_rows=4, num_blocks=9)
+    together, scheduler = serve(
+        backend, wanted, max_step_tokens=64, max_step_rows=4, num_blocks=9, reserve_output=False
+    )
     assert scheduler.stats.preemptions > 0
     for name, (ids, logits) in alone.items():
         assert together[name][0] == ids

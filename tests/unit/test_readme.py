@@ -154,3 +154,11 @@ def test_architecture_names_functions_that_exist_in_the_file_of_their_step() -> 
                 path for path in (ROOT / "firstlight").rglob("*.py") if f"class {owner}" in path.read_text("utf-8")
             ]
             assert any(f"def {name}(" in path.read_text("utf-8") for path in homes), f"no {owner}.{name}"
+
+
+def test_readme_figures_are_those_of_the_result_files() -> None:
+    """The table is written from benchmarks/results; nobody edits a number by hand."""
+    from benchmarks.readme_table import rewritten
+
+    readme = (ROOT / "README.md").read_text()
+    assert rewritten(readme) == readme

@@ -64,6 +64,13 @@ def test_bench_without_an_address_measures_a_server_of_its_own() -> None:
     assert done.stdout.splitlines()[1].split()[:2] == ["2", "2"]
 
 
+@pytest.mark.parametrize("option", ["--repeats 3", "--prompts some.jsonl", "--slo ttft_p95=1s", "--html page.html"])
+def test_bench_refuses_options_that_a_closed_loop_has_no_use_for(option: str) -> None:
+    done = firstlight("bench", "http://127.0.0.1:9", *option.split())
+    assert done.returncode == 2
+    assert option.split()[0] in done.stderr
+
+
 def test_bench_tells_why_its_own_server_did_not_start() -> None:
     done = firstlight("bench", "--model", "/no/such.gguf", "--concurrency", "1")
     assert done.returncode == 2
