@@ -215,7 +215,9 @@ def main() -> None:
         args.out.write_text(text + "\n")
     result = document["result"]
     assert isinstance(result, dict)
-    broken = result["errors"] or result["different"] or result["audit"].get("status") != "ok"
+    audit = result["audit"]
+    is_idle = not (audit.get("running") or audit.get("waiting") or audit.get("used_blocks"))
+    broken = result["errors"] or result["different"] or audit.get("status") != "ok" or not is_idle
     sys.exit("something was lost or changed: see the result" if broken else 0)
 
 

@@ -104,5 +104,9 @@ void gemm(const Weight& w, const Activations& a, const float* bias, bool accumul
           int rb1, uint8_t* scratch);
 void quantise(const float* x, const Activations& a, int row);
 }  // namespace avx2
+namespace vnni {
+void gemm(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy, int rb0,
+          int rb1, uint8_t* scratch);
+}  // namespace vnni
 
 }  // namespace firstlight

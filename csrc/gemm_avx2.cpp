@@ -9,7 +9,13 @@
 
 #include "gemm.h"
 
-namespace firstlight::avx2 {
+// gemm_vnni.cpp compiles this file again with the dot-product instructions. Integer sums are exact either way, so both
+// give the same bits.
+#ifndef FIRSTLIGHT_GEMM_SET
+#define FIRSTLIGHT_GEMM_SET avx2
+#endif
+
+namespace firstlight::FIRSTLIGHT_GEMM_SET {
 namespace {
 
 constexpr int kUnpackRows = 5;      // from here on unpacking into scratch pays
@@ -34,7 +40,50 @@ constexpr size_t kNibbleUnpacked = 320;  // bytes of scratch per group
 constexpr size_t kByteUnpacked = 640;    // bytes of scratch per 32 inputs
 
 // Keeps the compiler from rearranging a chain of integer sums, which costs it more registers than there are.
+#ifdef FIRSTLIGHT_VNNI
+inline void pin(__m256i& v) { asm("" : "+v"(v)); }
+#else
 inline void pin(__m256i& v) { asm("" : "+x"(v)); }
+#endif
+
+// Sums of codes (0..15) times int8 values: 16 bits hold those of a whole group, VNNI sums fours in 32 bits at once.
+inline __m256i dot_codes(__m256i sum, __m256i codes, __m256i values) {
+#ifdef FIRSTLIGHT_VNNI
+  return _mm256_dpbusd_epi32(sum, codes, values);
+#else
+  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, values));
+#endif
+}
+inline __m256i first_dot_codes(__m256i codes, __m256i values) {
+#ifdef FIRSTLIGHT_VNNI
+  return _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, values);
+#else
+  return _mm256_maddubs_epi16(codes, values);
+#endif
+}
+inline __m256i add_dots(__m256i a, __m256i b) {
+#ifdef FIRSTLIGHT_VNNI
+  return _mm256_add_epi32(a, b);
+#else
+  return _mm256_add_epi16(a, b);
+#endif
+}
+// The eight sums of a group as float.
+inline __m256 dots_as_float(__m256i sums) {
+#ifdef FIRSTLIGHT_VNNI
+  return _mm256_cvtepi32_ps(sums);
+#else
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+#endif
+}
+// Sums of 16-bit pairs.
+inline __m256i dot_words(__m256i sum, __m256i a, __m256i b) {
+#ifdef FIRSTLIGHT_VNNI
+  return _mm256_dpwssd_epi32(sum, a, b);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
 
 inline void store256(void* p, __m256i v) { _mm256_store_si256(static_cast<__m256i*>(p), v); }
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -67,7 +116,6 @@ void nibble_stream(const uint8_t* w, int groups, const int8_t* q, const float* s
   constexpr size_t kScale = F32 ? 32 : 16;
   constexpr size_t kRecord = 2 * kScale + 128;
   const __m256i low = _mm256_set1_epi8(15);
-  const __m256i ones = _mm256_set1_epi16(1);
   __m256 acc[T];
   for (int t = 0; t < T; ++t) acc[t] = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g, w += kRecord, q += T * 32, scale += T, sums += T) {
@@ -82,15 +130,15 @@ void nibble_stream(const uint8_t* w, int groups, const int8_t* q, const float* s
     }
     for (int t = 0; t < T; ++t) {
       const int8_t* p = q + t * 32;
-      __m256i c0 = _mm256_maddubs_epi16(v[0], bcast32(p));
-      __m256i c1 = _mm256_maddubs_epi16(v[1], bcast32(p + 4));
-      c0 = _mm256_add_epi16(c0, _mm256_maddubs_epi16(v[2], bcast32(p + 8)));
-      c1 = _mm256_add_epi16(c1, _mm256_maddubs_epi16(v[3], bcast32(p + 12)));
-      c0 = _mm256_add_epi16(c0, _mm256_maddubs_epi16(v[4], bcast32(p + 16)));
-      c1 = _mm256_add_epi16(c1, _mm256_maddubs_epi16(v[5], bcast32(p + 20)));
-      c0 = _mm256_add_epi16(c0, _mm256_maddubs_epi16(v[6], bcast32(p + 24)));
-      c1 = _mm256_add_epi16(c1, _mm256_maddubs_epi16(v[7], bcast32(p + 28)));
-      const __m256 f = _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(c0, c1), ones));
+      __m256i c0 = first_dot_codes(v[0], bcast32(p));
+      __m256i c1 = first_dot_codes(v[1], bcast32(p + 4));
+      c0 = dot_codes(c0, v[2], bcast32(p + 8));
+      c1 = dot_codes(c1, v[3], bcast32(p + 12));
+      c0 = dot_codes(c0, v[4], bcast32(p + 16));
+      c1 = dot_codes(c1, v[5], bcast32(p + 20));
+      c0 = dot_codes(c0, v[6], bcast32(p + 24));
+      c1 = dot_codes(c1, v[7], bcast32(p + 28));
+      const __m256 f = dots_as_float(add_dots(c0, c1));
       acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(ws, _mm256_broadcast_ss(scale + t)), f, acc[t]);
       acc[t] = _mm256_fmadd_ps(wm, _mm256_broadcast_ss(sums + t), acc[t]);
     }
@@ -119,7 +167,6 @@ void nibble_unpack(const uint8_t* w, int groups, uint8_t* out) {
 // One unpacked row block times T rows of activations.
 template <int T>
 void nibble_tile(const uint8_t* u, int groups, const int8_t* q, const float* scale, const float* sums, __m256* out) {
-  const __m256i ones = _mm256_set1_epi16(1);
   __m256 acc[T];
   for (int t = 0; t < T; ++t) acc[t] = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g, u += kNibbleUnpacked, q += T * 32, scale += T, sums += T) {
@@ -129,8 +176,8 @@ void nibble_tile(const uint8_t* u, int groups, const int8_t* q, const float* sca
       const __m256i v = load256(u + j * 32);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
-        const __m256i m = _mm256_maddubs_epi16(v, bcast32(q + t * 32 + 4 * j));
-        c[t] = j == 0 ? m : _mm256_add_epi16(c[t], m);
+        const __m256i x = bcast32(q + t * 32 + 4 * j);
+        c[t] = j == 0 ? first_dot_codes(v, x) : dot_codes(c[t], v, x);
         pin(c[t]);
       }
     }
@@ -138,7 +185,7 @@ void nibble_tile(const uint8_t* u, int groups, const int8_t* q, const float* sca
     const __m256 wm = _mm256_load_ps(reinterpret_cast<const float*>(u + 288));
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      const __m256 f = _mm256_cvtepi32_ps(_mm256_madd_epi16(c[t], ones));
+      const __m256 f = dots_as_float(c[t]);
       acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(ws, _mm256_broadcast_ss(scale + t)), f, acc[t]);
       acc[t] = _mm256_fmadd_ps(wm, _mm256_broadcast_ss(sums + t), acc[t]);
     }
@@ -180,8 +227,8 @@ void byte_tile(const uint8_t* w, int groups, const int16_t* q, const float* scal
         }
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
-          const __m256i m = _mm256_madd_epi16(v, bcast32(q + t * 32 + 2 * u));
-          c[t] = i == 0 ? m : _mm256_add_epi32(c[t], m);
+          const __m256i x = bcast32(q + t * 32 + 2 * u);
+          c[t] = i == 0 ? _mm256_madd_epi16(v, x) : dot_words(c[t], v, x);
           if constexpr (UNPACKED) pin(c[t]);
         }
       }
@@ -411,4 +458,4 @@ void gemm(const Weight& w, const Activations& a, const float* bias, bool accumul
   }
 }
 
-}  // namespace firstlight::avx2
+}  // namespace firstlight::FIRSTLIGHT_GEMM_SET

@@ -16,8 +16,19 @@ const Kernels* avx2_kernels() {
   const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   return can ? &kAvx2 : nullptr;
 }
+
+// Everything but the matrix products is AVX2's.
+constexpr Kernels kVnni{"vnni",     vnni::gemm,     avx2::quantise, avx2::rms_norm,     avx2::gated,
+                        avx2::rope, avx2::soft_cap, avx2::write_kv, avx2::attend_split, avx2::merge_split};
+
+const Kernels* vnni_kernels() {
+  const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+  return can && avx2_kernels() ? &kVnni : nullptr;
+}
 #else
 const Kernels* avx2_kernels() { return nullptr; }
+const Kernels* vnni_kernels() { return nullptr; }
 #endif
 
 }  // namespace
@@ -25,8 +36,9 @@ const Kernels* avx2_kernels() { return nullptr; }
 const Kernels* find_kernels(const char* name) {
   if (std::strcmp(name, "scalar") == 0) return &kScalar;
   if (std::strcmp(name, "avx2") == 0) return avx2_kernels();
+  if (std::strcmp(name, "vnni") == 0) return vnni_kernels();
   if (std::strcmp(name, "auto") != 0) return nullptr;
-  const Kernels* best = avx2_kernels();
+  const Kernels* best = vnni_kernels() ? vnni_kernels() : avx2_kernels();
   return best ? best : &kScalar;
 }
 

@@ -21,7 +21,8 @@ struct Kernels {
   MergeFn merge_split;
 };
 
-// name: "auto", "avx2" or "scalar". Returns nullptr when the name is unknown or the processor lacks what it needs.
+// name: "auto", "vnni", "avx2" or "scalar". Returns nullptr when the name is unknown or the processor lacks what it
+// needs.
 const Kernels* find_kernels(const char* name);
 
 }  // namespace firstlight

@@ -131,6 +131,17 @@ def untile(memory: npt.NDArray[np.uint8], act: str, rows: int, cols: int) -> Act
     return Acts(rows_of(q, groups, 32), rows_of(scale, groups, 1), rows_of(sums, parts, 1))
 
 
+def has_kernels(name: str) -> bool:
+    """Whether this processor can run the kernel set."""
+    rng = np.random.default_rng(0)
+    _, weight = random_weight(VARIANTS[0], 8, 32, rng)
+    try:
+        gemm(name, weight, random_rows(1, 32, rng))
+    except ValueError:
+        return False
+    return True
+
+
 def gemm(
     kernels: str,
     weight: PackedWeight,

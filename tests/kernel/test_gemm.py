@@ -18,6 +18,7 @@ from tests.kernel.layouts import (
     bits,
     exact,
     gemm,
+    has_kernels,
     quantise,
     random_rows,
     random_weight,
@@ -61,6 +62,24 @@ def test_gemm_any_shape_gives_the_scalar_bits(
     )
     assert bits(scalar) == bits(vector)
     assert bits(vector[:, rows:]) == bits(start[:, rows:]), "wrote past the weight's rows"
+
+
+@pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
+@EVERY_VARIANT
+@given(**SHAPES, has_bias=st.booleans(), accumulate=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_gemm_with_dot_product_instructions_gives_the_same_bits(
+    variant: Variant, seed: int, rows: int, units: int, num: int, has_bias: bool, accumulate: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    cols = cols_of(variant, units, rng)
+    _, weight = random_weight(variant, rows, cols, rng)
+    x, start = random_rows(num, cols, rng), random_rows(num, rows + 3, rng)
+    bias = rng.standard_normal(rows).astype(np.float32) if has_bias else None
+    vnni, avx2 = (
+        gemm(kernels, weight, x, bias=bias, accumulate=accumulate, y=start.copy()) for kernels in ("vnni", "avx2")
+    )
+    assert bits(vnni) == bits(avx2)
 
 
 @EVERY_VARIANT
