@@ -83,8 +83,8 @@ inline Activations act_view(ActKind kind, int num_rows, int cols, void* memory) 
   return a;
 }
 
-// Scratch one thread needs for gemm: one row block unpacked.
-inline size_t gemm_scratch_bytes(int max_cols) { return static_cast<size_t>(max_cols) / 32 * 640 + 4096; }
+// Scratch one thread needs for gemm: up to four row blocks unpacked.
+inline size_t gemm_scratch_bytes(int max_cols) { return static_cast<size_t>(max_cols) / 32 * 2560 + 4096; }
 
 // y[t * ldy + r] for rows of weight blocks [rb0, rb1): y is [num_rows, ldy] float32 and does not alias anything else.
 // Weights' data may be unaligned; scratch is 64-byte aligned and private to the caller.

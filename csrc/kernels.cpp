@@ -23,7 +23,8 @@ constexpr Kernels kVnni{"vnni",     vnni::gemm,     avx2::quantise, avx2::rms_no
 
 const Kernels* vnni_kernels() {
   const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vnni");
   return can && avx2_kernels() ? &kVnni : nullptr;
 }
 #else

@@ -21,6 +21,7 @@ constexpr int kTileQueries = 48;  // query rows (tokens x heads per KV head) in 
 constexpr int kLongTileQueries =
     96;  // or, where there are tiles enough for all threads, the most that stay in the L2 cache
 constexpr int kLongRowTokens = 256;
+constexpr int kRowBlockPack = 4;            // row blocks that a kernel may take at once
 constexpr size_t kChunkBytes = 16 << 10;    // weight bytes worth taking a chunk for, when memory is the limit
 constexpr int64_t kChunkMacs = 3'000'000;   // about 30 us of arithmetic, when arithmetic is
 constexpr size_t kIdlePrefetch = 48 << 10;  // bytes of the next weight each member asks for while it waits
@@ -393,7 +394,8 @@ void Runner::linear(const Op& op, const Step& step, int member) {
   const int by_bytes = static_cast<int>(kChunkBytes / first.row_block_bytes()) + 1;
   const int by_macs = static_cast<int>(kChunkMacs / (8ll * op.width * rows)) + 1;
   const int by_share = std::max(1, total / (6 * team_->active()));
-  const int chunk = (std::min({by_bytes * 4, by_macs, by_share}) + 1) / 2 * 2;  // even: whole cache lines of output
+  // Whole packs of the widest kernels, which are whole cache lines of output too.
+  const int chunk = std::max(1, std::min({by_bytes * 4, by_macs, by_share}) / kRowBlockPack) * kRowBlockPack;
   for (int begin = take(op.first_counter + 1, chunk); begin < total; begin = take(op.first_counter + 1, chunk)) {
     int base = 0;
     for (const auto& o : op.outputs) {
