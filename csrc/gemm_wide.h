@@ -24,24 +24,6 @@ constexpr int kPack = 2 * V;  // row blocks
 constexpr size_t kWideNibble = V * (8 + 2) * 64;
 constexpr size_t kWideByte = V * (16 + 4) * 64;
 
-// Memory to ask for, a few lines at a time.
-struct AheadOf {
-  const uint8_t* next;
-  const uint8_t* end;
-  int lines;  // per 32 inputs
-
-  void ask() {
-    for (int i = 0; i < lines && next < end; ++i, next += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
-  }
-};
-// Spreads the next pack over the tiles of this one. It may lie past the chunk, or past the weight by less than the
-// slack.
-inline AheadOf ahead_of_pack(const uint8_t* pack, size_t pack_bytes, int groups, int tiles) {
-  const int lines = static_cast<int>(pack_bytes) / 64;
-  return {pack + pack_bytes, pack + 2 * pack_bytes, lines / (groups * tiles) + 1};
-}
-
 // Writes 16 outputs of one activation row, or fewer at the matrix's ragged end.
 inline void store_outputs_wide(__m512 acc, const float* bias, bool accumulate, float* y, int row, int rows) {
   if (rows - row < 16) {
@@ -219,7 +201,7 @@ int nibble_gemm_wide(const Weight& w, const Activations& a, const Output& o, int
   for (; rb0 + kPack <= rb1; rb0 += kPack) {
     const uint8_t* pack = w.data + static_cast<size_t>(rb0) * stride;
     nibble_unpack_wide<F32>(pack, stride, w.groups(), scratch);
-    AheadOf ahead = ahead_of_pack(pack, kPack * stride, w.groups(), a.num_tiles());
+    AheadOf ahead = ahead_of(pack, kPack * stride, w.groups(), a.num_tiles());
     for (int i = 0; i < a.num_tiles(); ++i) {
       const size_t row = static_cast<size_t>(a.tile_start(i));
       with_tile(a.tile_start(i + 1) - a.tile_start(i), [&]<int T>() {
@@ -239,7 +221,7 @@ int byte_gemm_wide(const Weight& w, const Activations& a, const Output& o, int r
   for (; rb0 + kPack <= rb1; rb0 += kPack) {
     const uint8_t* pack = w.data + static_cast<size_t>(rb0) * stride;
     byte_unpack_wide<HALVES, MIN, F32>(pack, stride, w.groups(), scratch);
-    AheadOf ahead = ahead_of_pack(pack, kPack * stride, w.groups(), a.num_tiles());
+    AheadOf ahead = ahead_of(pack, kPack * stride, w.groups(), a.num_tiles());
     for (int i = 0; i < a.num_tiles(); ++i) {
       const size_t row = static_cast<size_t>(a.tile_start(i));
       with_tile(a.tile_start(i + 1) - a.tile_start(i), [&]<int T>() {

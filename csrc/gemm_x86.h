@@ -74,6 +74,23 @@ inline __m256i dot_words(__m256i sum, __m256i a, __m256i b) {
 #endif
 }
 
+// Memory to ask for, a few lines at a time.
+struct AheadOf {
+  const uint8_t* next;
+  const uint8_t* end;
+  int lines;  // per 32 inputs
+
+  void ask() {
+    for (int i = 0; i < lines && next < end; ++i, next += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+  }
+};
+// Spreads the row blocks that follow over the tiles that use these. They may lie past the chunk or past the weight.
+inline AheadOf ahead_of(const uint8_t* row_blocks, size_t bytes, int groups, int tiles) {
+  const int lines = static_cast<int>(bytes) / 64;
+  return {row_blocks + bytes, row_blocks + 2 * bytes, lines / (groups * tiles) + 1};
+}
+
 inline void store256(void* p, __m256i v) { _mm256_store_si256(static_cast<__m256i*>(p), v); }
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline __m256i bcast32(const void* p) { return _mm256_castps_si256(_mm256_broadcast_ss(static_cast<const float*>(p))); }
