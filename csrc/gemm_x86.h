@@ -85,7 +85,8 @@ struct AheadOf {
       _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
   }
 };
-// Spreads the row blocks that follow over the tiles that use these. They may lie past the chunk or past the weight.
+// Spreads the row blocks that follow over the tiles that use these. They may lie past the chunk or past the weight,
+// where asking is harmless.
 inline AheadOf ahead_of(const uint8_t* row_blocks, size_t bytes, int groups, int tiles) {
   const int lines = static_cast<int>(bytes) / 64;
   return {row_blocks + bytes, row_blocks + 2 * bytes, lines / (groups * tiles) + 1};

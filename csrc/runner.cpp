@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kPrivateRows = 2;   // up to this many rows every member prepares the input for itself
 constexpr int kSplitTokens = 8;   // rows with at most this many tokens attend one split per unit
+constexpr int kWholeSplits = 3;   // splits per thread from which on a thread takes one with all its heads
 constexpr int kTileQueries = 48;  // query rows (tokens x heads per KV head) in a tile that walks all splits,
 constexpr int kLongTileQueries =
     96;  // or, where there are tiles enough for all threads, the most that stay in the L2 cache
@@ -480,6 +481,10 @@ void Runner::plan_attention(const Step& step) {
       }
     }
   }
+  // A split's heads lie side by side in its blocks: one thread reads all of them faster than two that share a block.
+  const bool is_decode = merge_left_.size() == static_cast<size_t>(step.num_rows);
+  heads_at_once_ =
+      is_decode && units_.size() >= static_cast<size_t>(kWholeSplits * config_.num_threads) ? config_.num_kv_heads : 1;
   if (partial_floats * sizeof(float) > partials_.size()) partials_ = PageBuffer(partial_floats * sizeof(float) * 3 / 2);
   for (size_t g = 0; g < merge_left_.size(); ++g) {
     for (int h = 0; h < config_.num_kv_heads; ++h) {
@@ -491,10 +496,12 @@ void Runner::plan_attention(const Step& step) {
 
 void Runner::attention(const Op& op, const Step& step, int member) {
   Member& own = *members_[static_cast<size_t>(member)];
-  const int total = static_cast<int>(units_.size()) * config_.num_kv_heads;
-  for (int i = take(op.first_counter, 1); i < total; i = take(op.first_counter, 1)) {
-    const int u = i / config_.num_kv_heads;
-    attend_unit(op, step, units_[static_cast<size_t>(u)], u, i % config_.num_kv_heads, own);
+  const int heads = config_.num_kv_heads, total = static_cast<int>(units_.size()) * heads;
+  for (int begin = take(op.first_counter, heads_at_once_); begin < total;
+       begin = take(op.first_counter, heads_at_once_)) {
+    for (int i = begin; i < begin + heads_at_once_; ++i) {
+      attend_unit(op, step, units_[static_cast<size_t>(i / heads)], i / heads, i % heads, own);
+    }
   }
 }
 

@@ -213,6 +213,7 @@ class Runner {
   std::vector<int> unit_group_;      // unit -> its tile's slot in splits_left_
   std::vector<size_t> unit_result_;  // unit -> offset of its results in partials_
   PageBuffer partials_;
+  int heads_at_once_ = 1;  // of a unit, taken by one thread
   size_t weight_bytes_ = 0, scratch_bytes_ = 0, arena_used_ = 0;
   int logits_ = -1;
   bool is_tracing_ = false;

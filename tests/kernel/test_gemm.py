@@ -26,6 +26,10 @@ from tests.kernel.layouts import (
 )
 
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+_NO_VNNI = pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
+VECTOR_SETS = ["avx2", pytest.param("vnni", marks=_NO_VNNI)]
+EVERY_VECTOR_SET = pytest.mark.parametrize("kernels", VECTOR_SETS)
+EVERY_SET = pytest.mark.parametrize("kernels", ["scalar", *VECTOR_SETS])
 SHAPES = {
     "seed": st.integers(0, 2**32 - 1),
     "rows": st.integers(1, 70),
@@ -46,11 +50,12 @@ def seen(variant: Variant, x: F32) -> F64:
     return untile(quantise("scalar", variant.act, x), variant.act, *x.shape).values()
 
 
+@EVERY_VECTOR_SET
 @EVERY_VARIANT
 @given(**SHAPES, has_bias=st.booleans(), accumulate=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_gemm_any_shape_gives_the_scalar_bits(
-    variant: Variant, seed: int, rows: int, units: int, num: int, has_bias: bool, accumulate: bool
+    kernels: str, variant: Variant, seed: int, rows: int, units: int, num: int, has_bias: bool, accumulate: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     cols = cols_of(variant, units, rng)
@@ -58,49 +63,32 @@ def test_gemm_any_shape_gives_the_scalar_bits(
     x, start = random_rows(num, cols, rng), random_rows(num, rows + 3, rng)
     bias = rng.standard_normal(rows).astype(np.float32) if has_bias else None
     scalar, vector = (
-        gemm(kernels, weight, x, bias=bias, accumulate=accumulate, y=start.copy()) for kernels in ("scalar", "avx2")
+        gemm(each, weight, x, bias=bias, accumulate=accumulate, y=start.copy()) for each in ("scalar", kernels)
     )
     assert bits(scalar) == bits(vector)
     assert bits(vector[:, rows:]) == bits(start[:, rows:]), "wrote past the weight's rows"
 
 
-@pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
-@EVERY_VARIANT
-@given(**SHAPES, has_bias=st.booleans(), accumulate=st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_gemm_with_dot_product_instructions_gives_the_same_bits(
-    variant: Variant, seed: int, rows: int, units: int, num: int, has_bias: bool, accumulate: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    cols = cols_of(variant, units, rng)
-    _, weight = random_weight(variant, rows, cols, rng)
-    x, start = random_rows(num, cols, rng), random_rows(num, rows + 3, rng)
-    bias = rng.standard_normal(rows).astype(np.float32) if has_bias else None
-    vnni, avx2 = (
-        gemm(kernels, weight, x, bias=bias, accumulate=accumulate, y=start.copy()) for kernels in ("vnni", "avx2")
-    )
-    assert bits(vnni) == bits(avx2)
-
-
+@EVERY_VECTOR_SET
 @EVERY_VARIANT
 @given(**SHAPES, data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_gemm_rows_in_any_company_give_the_bits_they_have_alone(
-    variant: Variant, seed: int, rows: int, units: int, num: int, data: st.DataObject
+    kernels: str, variant: Variant, seed: int, rows: int, units: int, num: int, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(seed)
     cols = cols_of(variant, units, rng)
     _, weight = random_weight(variant, rows, cols, rng)
     x = random_rows(num, cols, rng)
-    together = gemm("avx2", weight, x)
+    together = gemm(kernels, weight, x)
     begin = data.draw(st.integers(0, num - 1))
     end = data.draw(st.integers(begin + 1, num))
-    assert bits(gemm("avx2", weight, x[begin:end])) == bits(together[begin:end])
-    assert bits(gemm("avx2", weight, x[begin : begin + 1])) == bits(together[begin : begin + 1])
+    assert bits(gemm(kernels, weight, x[begin:end])) == bits(together[begin:end])
+    assert bits(gemm(kernels, weight, x[begin : begin + 1])) == bits(together[begin : begin + 1])
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("kernels", ["scalar", "avx2"])
+@EVERY_SET
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 6, 7, 13, 70])
 def test_gemm_is_the_product_of_what_was_stored(variant: Variant, kernels: str, num: int) -> None:
     """Against float64 over the dequantised numbers: only float32's own rounding may differ."""
@@ -127,15 +115,16 @@ def magnitude(matrix: object, w: F64) -> F64:
     return np.abs(w - wide) + np.abs(wide)
 
 
+@EVERY_VECTOR_SET
 @pytest.mark.parametrize("variant", QUANTISED, ids=str)
 @pytest.mark.parametrize("num", [1, 6, 20])
-def test_gemm_stays_within_the_error_of_quantised_activations(variant: Variant, num: int) -> None:
+def test_gemm_stays_within_the_error_of_quantised_activations(kernels: str, variant: Variant, num: int) -> None:
     """Half a step per activation at worst, and about its root-mean-square on the whole."""
     rng = np.random.default_rng(num)
     matrix, weight = random_weight(variant, 64, 512, rng)
     x = random_rows(num, 512, rng)
     w = exact(matrix)
-    error = np.abs(gemm("avx2", weight, x) - x.astype(np.float64) @ w.T)
+    error = np.abs(gemm(kernels, weight, x) - x.astype(np.float64) @ w.T)
     top = {"int8": 127, "int16": 32767}[variant.act]
     step = np.repeat(np.abs(x).reshape(num, -1, 32).max(axis=2), 32, axis=1).astype(np.float64) / top
     rounding = (np.abs(x) + step) @ magnitude(matrix, w).T * 512 * 2**-24
@@ -146,26 +135,27 @@ def test_gemm_stays_within_the_error_of_quantised_activations(variant: Variant, 
         assert np.mean(error) > 0.5 * np.mean(expected), "activations are not quantised at all"
 
 
+@EVERY_VECTOR_SET
 @EVERY_VARIANT
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 90), num=st.integers(1, 14), data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_gemm_any_cut_into_row_blocks_gives_the_same_bits(
-    variant: Variant, seed: int, rows: int, num: int, data: st.DataObject
+    kernels: str, variant: Variant, seed: int, rows: int, num: int, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(seed)
     _, weight = random_weight(variant, rows, 64, rng)
     x, bias = random_rows(num, 64, rng), random_rows(1, rows, rng)[0]
-    whole = gemm("avx2", weight, x, bias=bias)
+    whole = gemm(kernels, weight, x, bias=bias)
     blocks = -(-rows // 8)
     cuts = sorted({0, blocks, *data.draw(st.lists(st.integers(0, blocks), max_size=4))})
     parts = np.full_like(whole, np.nan)
     for begin, end in itertools.pairwise(cuts):
-        gemm("avx2", weight, x, bias=bias, y=parts, span=(begin, end))
+        gemm(kernels, weight, x, bias=bias, y=parts, span=(begin, end))
         assert np.isnan(parts[:, end * 8 :]).all(), "wrote past its row blocks"
     assert bits(parts) == bits(whole)
 
 
-@pytest.mark.parametrize("kernels", ["scalar", "avx2"])
+@EVERY_SET
 @pytest.mark.parametrize("act", ["int8", "int16"])
 @pytest.mark.parametrize("num", [1, 4, 6])
 def test_gemm_extreme_codes_do_not_overflow_an_integer_sum(kernels: str, act: str, num: int) -> None:
@@ -184,15 +174,16 @@ def test_gemm_extreme_codes_do_not_overflow_an_integer_sum(kernels: str, act: st
         np.testing.assert_allclose(gemm(kernels, pack(matrix), x), expected, rtol=2**-21)
 
 
+@EVERY_VECTOR_SET
 @EVERY_VARIANT
 @pytest.mark.parametrize("num", [3, 9])
-def test_gemm_row_with_nan_or_infinity_leaves_its_neighbours_alone(variant: Variant, num: int) -> None:
+def test_gemm_row_with_nan_or_infinity_leaves_its_neighbours_alone(kernels: str, variant: Variant, num: int) -> None:
     rng = np.random.default_rng(7)
     _, weight = random_weight(variant, 24, 96, rng)
     x = random_rows(num, 96, rng)
-    fine = gemm("avx2", weight, x)
+    fine = gemm(kernels, weight, x)
     x[1, 5], x[1, 40], x[1, 80] = np.nan, np.inf, -np.inf
-    broken = gemm("avx2", weight, x)
+    broken = gemm(kernels, weight, x)
     assert bits(np.delete(broken, 1, axis=0)) == bits(np.delete(fine, 1, axis=0))
     scalar = gemm("scalar", weight, x)
     np.testing.assert_array_equal(scalar, broken)
