@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -15,10 +16,11 @@
 namespace firstlight {
 namespace {
 
-constexpr int kPrivateRows = 2;   // up to this many rows every member prepares the input for itself
-constexpr int kSplitTokens = 8;   // rows with at most this many tokens attend one split per unit
-constexpr int kWholeSplits = 3;   // splits per thread from which on a thread takes one with all its heads
-constexpr int kTileQueries = 48;  // query rows (tokens x heads per KV head) in a tile that walks all splits,
+constexpr int kPrivateRows = 2;    // up to this many rows every member prepares the input for itself
+constexpr int kSplitTokens = 8;    // rows with at most this many tokens attend one split per unit,
+constexpr int kSplitQueries = 96;  // or with at most this many query rows (tokens x heads per KV head)
+constexpr int kWholeSplits = 3;    // splits per thread from which on a thread takes one with all its heads
+constexpr int kTileQueries = 48;   // query rows in a tile that walks all splits,
 constexpr int kLongTileQueries =
     96;  // or, where there are tiles enough for all threads, the most that stay in the L2 cache
 constexpr int kLongRowTokens = 256;
@@ -221,7 +223,7 @@ void Runner::finish(int logits) {
   scratch_bytes_ += shared;
 
   const int heads = config_.num_heads / config_.num_kv_heads;
-  const size_t queries = static_cast<size_t>(std::max({kLongTileQueries, kSplitTokens * heads}));
+  const size_t queries = static_cast<size_t>(std::max({kLongTileQueries, kSplitQueries, kSplitTokens * heads}));
   const size_t result = queries * split_result_floats(config_.head_dim) * sizeof(float);
   for (int i = 0; i < std::max(1, config_.num_threads); ++i) {
     auto m = std::make_unique<Member>();
@@ -451,19 +453,26 @@ void Runner::rope_kv(const Op& op, const Step& step, int member) {
   }
 }
 
-// Cuts the step's attention into units, the same for every layer: rows with few tokens (decode) give a unit per split,
-// so that one long context is shared by all threads; long chunks give a unit per tile of tokens, largest context first.
+// Cuts the step's attention into units, the same for every layer: rows with few tokens (decode, small chunks) give a
+// unit per split, so that all threads share one long context; long chunks give a unit per tile of tokens, largest
+// context first. Rows with most tokens come first: whoever is left waiting at the end waits for a small unit.
 void Runner::plan_attention(const Step& step) {
   units_.clear();
   unit_group_.clear();
   unit_result_.clear();
   merge_left_.clear();
+  row_order_.resize(static_cast<size_t>(step.num_rows));
+  std::iota(row_order_.begin(), row_order_.end(), 0);
+  std::sort(row_order_.begin(), row_order_.end(), [&](int a, int b) {
+    const int more = step.rows[a].num_tokens - step.rows[b].num_tokens;
+    return more != 0 ? more > 0 : a < b;
+  });
   const int heads = config_.num_heads / config_.num_kv_heads;
   const size_t row_floats = split_result_floats(config_.head_dim);
   size_t partial_floats = 0;
-  for (int r = 0; r < step.num_rows; ++r) {
+  for (const int r : row_order_) {
     const StepRow& row = step.rows[r];
-    if (row.num_tokens <= kSplitTokens) {
+    if (row.num_tokens <= kSplitTokens || row.num_tokens * heads <= kSplitQueries) {
       const int splits = ceil_div(row.start + row.num_tokens, kSplit);
       for (int s = 0; s < splits; ++s) {
         units_.push_back({r, 0, row.num_tokens, s});

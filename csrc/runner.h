@@ -208,6 +208,7 @@ class Runner {
   std::unique_ptr<PagesAhead> kv_ahead_;  // after kv_: its thread ends before the memory goes
   PageBuffer shared_acts_;
   std::vector<AttentionUnit> units_;
+  std::vector<int> row_order_;   // size kept for plan_attention
   std::vector<int> merge_left_;  // sizes kept for plan_attention
   std::unique_ptr<std::atomic<int>[]> splits_left_;
   std::vector<int> unit_group_;      // unit -> its tile's slot in splits_left_
