@@ -36,6 +36,10 @@ class EngineConfig:
     max_step_rows: int = option(64, "requests that may run in one step", "rows")
     max_step_tokens: int = option(512, "tokens computed in one step", "tokens")
     prefix_cache: bool = option(True, "reuse the KV of full blocks that an earlier request computed")
+    shared_prefix: tuple[str, ...] = option(
+        (), "text files with system prompts whose KV all API keys share; computed at start and pinned"
+    )
+    pin_memory_mb: int = option(0, "KV memory that pinned prefixes may hold; 0 = an eighth of the KV blocks", "MB")
     itl_slo_ms: float = option(
         0.0, "longest gap between tokens a step may cause; 0 = a multiple of this machine's decode step", "ms"
     )
@@ -101,6 +105,7 @@ class ServerConfig:
     max_tools: int = option(128, "most functions in one request (`tools`)", "functions")
     max_n: int = option(16, "most answers per prompt (`n`)")
     max_prompts: int = option(128, "most prompts in one completions request")
+    max_pin_s: float = option(3600.0, "longest time a request may pin its prefix (`cache_control`); 0 = none", "s")
     read_timeout_s: float = option(60.0, "longest time a client may take to send headers or body", "s")
     idle_timeout_s: float = option(75.0, "how long a connection without a request stays open", "s")
     keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")

@@ -11,10 +11,13 @@ from typing import Any, Literal
 import msgspec
 
 __all__ = [
+    "CacheMiss",
+    "CacheReport",
     "CoreRequest",
     "FinishReason",
     "GrammarSpec",
     "OutputDelta",
+    "Pin",
     "RowResult",
     "RowSampling",
     "SamplingParams",
@@ -79,6 +82,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
 
 
+class CacheMiss(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt left what the prefix cache had, and why.
+
+    "diverged": the most similar cached prompt has another token at `first_token`; "evicted": the block that begins
+    there was cached and has made room for others; "not_cached": nothing that was cached goes on from there.
+    """
+
+    first_token: int
+    reason: Literal["diverged", "evicted", "not_cached"]
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prefix cache did for one request's prompt; token counts."""
+
+    hit_tokens: int
+    miss: CacheMiss | None = None
+    """None where every full block was cached."""
+    pinned_tokens: int = 0
+    """Leading tokens that this request asked to pin and that are pinned."""
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks that the KV of a prompt's first `num_tokens` tokens is kept for `ttl_s` seconds (None: always)."""
+
+    num_tokens: int
+    ttl_s: float | None = None
+
+
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence for the core: ids only, checked, every default filled in.
 
@@ -106,6 +137,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Output ids to take in place of the sampled ones (replay, teacher forcing); logits are still computed."""
     pooling: Literal["mean", "last"] | None = None
     """The last event carries the prompt's hidden states as one vector: their mean, or the last token's."""
+    pins: tuple[Pin, ...] = ()
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +247,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cache: CacheReport | None = None
+    """Where one sequence's prefix cache was reported."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +263,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
     """What kind of error, where it is not the engine's own failure; a `code` of firstlight.errors."""
     cached_tokens: int = 0
+    cache: CacheReport | None = None
+    """On the last event of a request that was admitted."""
     first_scheduled_s: float | None = None
     """When the request first entered a step, on the monotonic clock; set on its first event."""
     embedding: Any = None

@@ -5,12 +5,14 @@ Knows block ids and token ids; decides nothing: when the pool is full it says so
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from firstlight.cache.eviction import EvictionPolicy
+from firstlight.cache.pins import Pins
 from firstlight.cache.pool import BlockPool
 from firstlight.cache.prefix import PrefixChain, PrefixIndex
+from firstlight.types import CacheMiss
 
 __all__ = ["BlockTable", "CacheStats", "KVCache"]
 
@@ -27,6 +29,8 @@ class CacheStats:
     lookup_tokens: int
     hit_tokens: int
     evictions: int
+    pinned_blocks: int = 0
+    pins_yielded: int = 0
 
 
 class BlockTable:
@@ -49,6 +53,8 @@ class KVCache:
     Args:
         fingerprint: names weights and KV layout; equal fingerprints may share blocks.
         prefix_cache: False keeps every block private.
+        max_pinned: blocks that pins may hold.
+        declared: prompts' beginnings whose blocks all tenants share.
     """
 
     def __init__(
@@ -59,10 +65,15 @@ class KVCache:
         *,
         prefix_cache: bool = True,
         policy: EvictionPolicy | None = None,
+        max_pinned: int = 0,
+        declared: Iterable[Sequence[int]] = (),
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, policy)
         self.block_size = block_size
-        self._index = PrefixIndex(self.pool, fingerprint) if prefix_cache else None
+        self._index = PrefixIndex(self.pool, fingerprint, declared) if prefix_cache else None
+        self._pins = Pins(self.pool, max_pinned)
+        if self._index is not None:
+            self.pool.on_evict = self._index.evicted
         self._lookups = self._hits = self._lookup_tokens = self._hit_tokens = 0
 
     @property
@@ -102,6 +113,12 @@ class KVCache:
         if table.chain is None or num_hits >= len(table.chain.keys):
             return None
         return table.chain.keys[num_hits]
+
+    def miss(self, table: BlockTable, num_hits: int) -> CacheMiss | None:
+        """Why the block behind `num_hits` hits was none (after `peek`); None where nothing is shared or missing."""
+        if self._index is None or table.chain is None:
+            return None
+        return self._index.miss(table.chain, num_hits)
 
     def claimant(self, key: bytes) -> str | None:
         """The request that is computing the block with this key, if any."""
@@ -164,6 +181,32 @@ class KVCache:
             self._index.unclaim(table.claimed, table.owner)
             table.claimed = []
 
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that pins hold."""
+        return self._pins.num_blocks
+
+    def pin(self, table: BlockTable, num_tokens: int, until_s: float) -> int:
+        """Keeps the published full blocks of the table's first `num_tokens` tokens from eviction until then.
+
+        Returns: tokens pinned, fewer where the quota is full.
+        """
+        if self._index is None or table.chain is None:
+            return 0
+        blocks = self._index.match(table.chain, min(num_tokens // self.block_size, table.num_published))
+        return self._pins.add(blocks, until_s) * self.block_size
+
+    def expire_pins(self, now_s: float) -> None:
+        """Gives back pinned blocks whose time is over."""
+        if self._pins.first_end_s <= now_s:
+            self._pins.expire(now_s)
+
+    def give_up_pin(self) -> bool:
+        """Ends the pins that would end first, for a request that nothing else can make room for; False without any."""
+        return self._pins.give_up()
+
     def stats(self) -> CacheStats:
         """Counters as of now; may be called from any thread."""
         return CacheStats(
@@ -175,12 +218,15 @@ class KVCache:
             lookup_tokens=self._lookup_tokens,
             hit_tokens=self._hit_tokens,
             evictions=self.pool.num_evictions,
+            pinned_blocks=self._pins.num_blocks,
+            pins_yielded=self._pins.num_yielded,
         )
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Audits pool, tables and claims; `tables` is every table that exists. Raises AssertionError."""
         tables = list(tables)
-        self.pool.check(table.blocks for table in tables)
+        self.pool.check([*(table.blocks for table in tables), self._pins.table()])
+        assert self._pins.num_blocks <= self._pins.max_blocks, "more blocks are pinned than the quota allows"
         if self._index is not None:
             self._index.check({table.owner for table in tables if table.claimed})
         for table in tables:

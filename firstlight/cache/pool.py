@@ -6,7 +6,7 @@ Knows block ids and keys; not what a key stands for, nor who holds a block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from firstlight.cache.eviction import EvictionPolicy, LruEviction
 
@@ -27,6 +27,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Told of a block and its key just before the key is dropped to use the block again."""
         self._policy: EvictionPolicy = policy or LruEviction()
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -64,16 +66,33 @@ class BlockPool:
             return None
         taken = []
         for _ in range(num):
-            block = self._policy.victim(self._free)
+            block = next(iter(self._free))
+            if self._keys[block] is not None:
+                block = self._evict()
             del self._free[block]
-            key = self._keys[block]
-            if key is not None:
-                del self._by_key[key]
-                self._keys[block] = None
-                self.num_evictions += 1
             self._refs[block] = 1
             taken.append(block)
         return taken
+
+    def _evict(self) -> int:
+        """Drops the key of the free block that the policy chooses; no free block is without one."""
+        block = self._policy.victim(self._free)
+        key = self._keys[block]
+        assert key is not None
+        if self.on_evict is not None:
+            self.on_evict(block, key)
+        self.forget(block)
+        self.num_evictions += 1
+        return block
+
+    def forget(self, block: int) -> None:
+        """Takes the block's key away; a free one is then the first to be used."""
+        key, self._keys[block] = self._keys[block], None
+        if key is None:
+            return
+        del self._by_key[key]
+        if block in self._free:
+            self._free.move_to_end(block, last=False)
 
     def lock(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each block; a free one leaves the free list and keeps its key."""
@@ -117,5 +136,7 @@ class BlockPool:
             assert (refs == 0) == (block in self._free), f"block {block} with {refs} references: free list disagrees"
             key = self._keys[block]
             assert key is None or self._by_key.get(key) == block, f"block {block} is not found by its own key"
+        is_named = [self._keys[block] is not None for block in self._free]
+        assert is_named == sorted(is_named), "a free block with a key stands before one without"
         named = sum(key is not None for key in self._keys)
         assert named == len(self._by_key), f"{named} blocks carry a key, {len(self._by_key)} keys are found"

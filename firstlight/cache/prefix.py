@@ -7,27 +7,52 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from firstlight.cache.pool import BlockPool
+from firstlight.types import CacheMiss
 
 __all__ = ["PrefixChain", "PrefixIndex"]
 
 KEY_BYTES = 32
 """BLAKE2b-256: salts keep tenants apart, so a collision must cost an attacker 2^128 work."""
+MAX_GHOSTS = 16_384
+"""Keys of evicted blocks that are remembered, to tell "evicted" from "never computed"."""
+MAX_SIBLINGS = 64
+"""Blocks that a missing one is compared with at most."""
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """The beginnings that the operator declared for all tenants: their root, and their full blocks' contents."""
+
+    root: bytes = b""
+    prefixes: tuple[tuple[bytes, ...], ...] = ()
+
+
+NOTHING_DECLARED = _Declared()
 
 
 class PrefixChain:
     """The keys of one request's full blocks, computed as far as they were asked for.
 
-    Key i covers blocks 0..i: it hashes key i - 1 with the tokens of block i; key -1 hashes fingerprint and salt.
+    Key i covers blocks 0..i: it hashes parent i with the tokens of block i. Parent i is key i - 1, except that the
+    tenant's salt goes in before the first block that no declared prefix has: everything from there on is its own.
     """
 
-    __slots__ = ("_block_size", "_root", "contents", "keys")
+    __slots__ = ("_block_size", "_matching", "_root", "_salt", "_shared_root", "contents", "keys", "parents")
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, salt: bytes = b"", declared: _Declared = NOTHING_DECLARED) -> None:
         self._root = root
         self._block_size = block_size
+        self._salt = salt
+        self._shared_root = declared.root
+        self._matching = list(declared.prefixes)
         self.keys: list[bytes] = []
+        self.parents: list[bytes] = []
         self.contents: list[bytes] = []
 
     def extend(self, tokens: list[int], num_blocks: int) -> None:
@@ -35,27 +60,52 @@ class PrefixChain:
         size = self._block_size
         for i in range(len(self.keys), num_blocks):
             content = array("I", tokens[i * size : (i + 1) * size]).tobytes()
-            parent = self.keys[-1] if self.keys else self._root
+            parent = self._parent(i, content)
+            self.parents.append(parent)
             self.keys.append(hashlib.blake2b(parent + content, digest_size=KEY_BYTES).digest())
             self.contents.append(content)
+
+    def _parent(self, i: int, content: bytes) -> bytes:
+        if not self._matching:
+            return self.keys[-1] if i else self._root
+        self._matching = [one for one in self._matching if i < len(one) and one[i] == content]
+        if i == 0:
+            return self._shared_root if self._matching else self._root
+        if self._matching or not self._salt:
+            return self.keys[-1]
+        return hashlib.blake2b(self.keys[-1] + self._salt, digest_size=KEY_BYTES, person=b"tenant").digest()
 
 
 class PrefixIndex:
     """Finds computed blocks by chain, and knows which blocks are being computed right now, and by whom.
 
     A hit compares tokens too, so that equal hashes of different tokens are a miss, not a wrong answer.
+
+    Args:
+        declared: prompts' beginnings whose blocks all tenants share.
     """
 
-    def __init__(self, pool: BlockPool, fingerprint: bytes) -> None:
+    def __init__(self, pool: BlockPool, fingerprint: bytes, declared: Iterable[Sequence[int]] = ()) -> None:
         self._pool = pool
         self._fingerprint = fingerprint
+        self._declared = _Declared(self._root(b""), tuple(self._blocks_of(prefix) for prefix in declared))
         self._contents: list[bytes] = [b""] * pool.num_blocks
+        self._parents: list[bytes] = [b""] * pool.num_blocks
+        self._children: dict[bytes, dict[int, None]] = {}
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._claims: dict[bytes, str] = {}
 
+    def _blocks_of(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        size = self._pool.block_size
+        return tuple(array("I", tokens[i : i + size]).tobytes() for i in range(0, len(tokens) - size + 1, size))
+
     def chain(self, salt: bytes) -> PrefixChain:
-        """An empty chain for one request. Equal fingerprint and salt share blocks, others never do."""
+        """An empty chain for one request. Equal fingerprint and salt share blocks; others only declared ones."""
+        return PrefixChain(self._root(salt), self._pool.block_size, salt, self._declared)
+
+    def _root(self, salt: bytes) -> bytes:
         parts = len(self._fingerprint).to_bytes(8, "little") + self._fingerprint + salt
-        return PrefixChain(hashlib.blake2b(parts, digest_size=KEY_BYTES).digest(), self._pool.block_size)
+        return hashlib.blake2b(parts, digest_size=KEY_BYTES).digest()
 
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """The longest run of computed blocks from the start, at most `max_blocks`. Locks and mutates nothing."""
@@ -67,11 +117,49 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def miss(self, chain: PrefixChain, num_hits: int) -> CacheMiss | None:
+        """Why block `num_hits` of the chain was no hit; None where the chain has no such block.
+
+        Cost: O(siblings), at most MAX_SIBLINGS blocks are compared.
+        """
+        if num_hits >= len(chain.keys):
+            return None
+        first = num_hits * self._pool.block_size
+        if chain.keys[num_hits] in self._ghosts:
+            return CacheMiss(first_token=first, reason="evicted")
+        siblings = list(self._children.get(chain.parents[num_hits], ()))[-MAX_SIBLINGS:]
+        if not siblings:
+            return CacheMiss(first_token=first, reason="not_cached")
+        content = chain.contents[num_hits]
+        equal = max(_num_equal(content, self._contents[block]) for block in siblings)
+        return CacheMiss(first_token=first + equal, reason="diverged")
+
     def insert(self, chain: PrefixChain, i: int, block: int) -> None:
         """Makes `block` findable as the i-th of the chain, unless an equal one is; drops the claim on it."""
-        if self._pool.name(block, chain.keys[i]):
-            self._contents[block] = chain.contents[i]
-        self._claims.pop(chain.keys[i], None)
+        key, parent = chain.keys[i], chain.parents[i]
+        if self._pool.name(block, key):
+            self._contents[block], self._parents[block] = chain.contents[i], parent
+            self._children.setdefault(parent, {})[block] = None
+            self._ghosts.pop(key, None)
+        self._claims.pop(key, None)
+
+    def evicted(self, block: int, key: bytes) -> None:
+        """Forgets what the block held; call it before the pool takes its key away."""
+        siblings = self._children[self._parents[block]]
+        del siblings[block]
+        if not siblings:
+            del self._children[self._parents[block]]
+        self._ghosts[key] = None
+        if len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+
+    def descendants(self, key: bytes) -> Iterator[int]:
+        """Blocks that were computed on top of the block with this key, nearest first."""
+        for block in list(self._children.get(key, ())):
+            yield block
+            below = self._pool.key(block)
+            if below is not None:
+                yield from self.descendants(below)
 
     def claim(self, keys: list[bytes], owner: str) -> None:
         """Notes that `owner` is computing the blocks with these keys; the first claim on a key stands."""
@@ -89,6 +177,19 @@ class PrefixIndex:
         return self._claims.get(key)
 
     def check(self, owners: set[str]) -> None:
-        """Audits the claims: each belongs to a request that is computing. Raises AssertionError."""
+        """Audits the claims: each belongs to a request that is computing; and the tree. Raises AssertionError."""
         stale = set(self._claims.values()) - owners
         assert not stale, f"claims of requests that compute nothing: {sorted(stale)}"
+        listed = [block for siblings in self._children.values() for block in siblings]
+        assert len(listed) == self._pool.num_cached, f"{len(listed)} blocks in the tree, {self._pool.num_cached} named"
+        assert all(self._pool.key(block) is not None for block in listed), "a block without a key is in the tree"
+
+
+def _num_equal(one: bytes, other: bytes) -> int:
+    """Leading tokens that two blocks' contents have in common."""
+    if one == other:
+        return len(one) // TOKEN_BYTES
+    num = 0
+    while one[num * TOKEN_BYTES : (num + 1) * TOKEN_BYTES] == other[num * TOKEN_BYTES : (num + 1) * TOKEN_BYTES]:
+        num += 1
+    return num

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from firstlight.backend.base import Backend
+from firstlight.backend.base import Backend, BackendInfo
 from firstlight.cache import CacheStats, KVCache
 from firstlight.config import EngineConfig
 from firstlight.engine.masks import MaskWorker
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 NUM_STEP_RECORDS = 2048
 CLOSING_RETRY_S = 5.0
+DEFAULT_PIN_SHARE = 1 / 8
+"""Of the KV blocks, what pins may hold unless the operator says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class EngineCore:
         clock: monotonic seconds; `CoreRequest.arrival_s` is on it.
         drafter: proposes draft tokens; none by default.
         grammars: compiles the grammars of constrained requests; without it they are refused.
+        declared: prompts' beginnings whose cached blocks all tenants share.
 
     Threads: everything public may be called from any thread.
     """
@@ -89,6 +92,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
         grammars: GrammarCompiler | None = None,
+        declared: Sequence[Sequence[int]] = (),
     ) -> None:
         info = backend.info
         self._masks = MaskWorker(grammars) if grammars is not None else None
@@ -96,7 +100,16 @@ class EngineCore:
         self.step_records: deque[StepRecord] = deque(maxlen=NUM_STEP_RECORDS)
         self.step_time = StepTimeModel()
         self.limits = SchedulerLimits.of(info, config)
-        cache = KVCache(info.num_blocks, info.block_size, info.fingerprint, prefix_cache=config.prefix_cache)
+        self.max_pinned = _max_pinned(info, config)
+        """Blocks that pins may hold."""
+        cache = KVCache(
+            info.num_blocks,
+            info.block_size,
+            info.fingerprint,
+            prefix_cache=config.prefix_cache,
+            max_pinned=self.max_pinned,
+            declared=declared,
+        )
         self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
         self._backend = backend
         self._on_events = on_events
@@ -389,6 +402,12 @@ class EngineCore:
             with self._intake_lock:
                 self._open_ids.difference_update(ended)
         self._on_events(events)
+
+
+def _max_pinned(info: BackendInfo, config: EngineConfig) -> int:
+    if config.pin_memory_mb:
+        return min(info.num_blocks, config.pin_memory_mb * 1_000_000 // info.kv_bytes_per_block)
+    return int(DEFAULT_PIN_SHARE * info.num_blocks)
 
 
 def _resolve(future: Future[None]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from firstlight.backend.base import Backend, BackendInfo
 from firstlight.config import EngineConfig
 from firstlight.engine.core import CoreStats, EngineCore, StepRecord
+from firstlight.engine.declared import declared_prefixes, prefix_requests
 from firstlight.engine.generation import Choice, Generation, Mailbox
 from firstlight.engine.grammars import Grammars
 from firstlight.engine.load import EngineParts, load_parts
@@ -29,7 +30,7 @@ from firstlight.text.params import check
 from firstlight.text.pipeline import TextPipeline
 from firstlight.text.template import ChatTemplate
 from firstlight.text.tokenizer import Tokenizer
-from firstlight.types import CoreRequest, SamplingParams, TokenEvent
+from firstlight.types import CoreRequest, Pin, SamplingParams, TokenEvent
 
 __all__ = ["AsyncEngine", "EngineInfo"]
 
@@ -121,11 +122,27 @@ class AsyncEngine:
         """A warm core over `parts`. Raises BackendError when a warm-up step fails."""
         assert self._relay is not None
         assert self._grammars is not None
+        declared = await asyncio.to_thread(
+            declared_prefixes, self.config.shared_prefix, parts.tokenizer, parts.chat_template
+        )
         core = EngineCore(
-            parts.backend, self.config, self._relay.put, drafter=self._drafter, grammars=self._grammars.compiler
+            parts.backend,
+            self.config,
+            self._relay.put,
+            drafter=self._drafter,
+            grammars=self._grammars.compiler,
+            declared=[one.token_ids for one in declared],
         )
         try:
             await asyncio.to_thread(core.start)
+            core.submit(
+                prefix_requests(
+                    declared,
+                    block_size=parts.backend.info.block_size,
+                    max_pinned=core.max_pinned,
+                    max_tokens=core.max_model_len,
+                )
+            )
         except BaseException:
             core.stop()
             raise
@@ -283,6 +300,7 @@ class AsyncEngine:
         forced_ids: Sequence[int] = (),
         shown_marks: Sequence[str] = (),
         pooling: Literal["mean", "last"] | None = None,
+        pins: Sequence[Pin] = (),
     ) -> Generation:
         """Submits at once and returns the stream of deltas.
 
@@ -296,6 +314,7 @@ class AsyncEngine:
             forced_ids: output ids to take in place of sampled ones.
             shown_marks: special tokens, by their spelling, that stay in the text (marks of tool calls, say).
             pooling: the finishing delta carries the prompt's hidden states, pooled.
+            pins: leading tokens of the prompt to keep in the prefix cache, and how long.
 
         Raises:
             RequestError: at the call: the prompt is empty or too long, an id or a parameter is out of range, the
@@ -350,6 +369,7 @@ class AsyncEngine:
                     return_logits=return_logits,
                     forced_ids=tuple(forced_ids),
                     pooling=pooling,
+                    pins=tuple(pins),
                 )
             )
         core.submit(requests)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from firstlight.text.pipeline import TextPipeline
-from firstlight.types import FinishReason, OutputDelta, SamplingParams, TokenEvent, TokenLogprob, Usage
+from firstlight.types import CacheReport, FinishReason, OutputDelta, SamplingParams, TokenEvent, TokenLogprob, Usage
 
 __all__ = ["Choice", "Completion", "Generation", "collect"]
 
@@ -51,6 +51,7 @@ class Choice:
         self._mailbox = mailbox
         self._num_output = 0
         self._cached_tokens = 0
+        self._cache: CacheReport | None = None
         self._undecoded: list[int] = []
         self._core_finish: FinishReason | None = None
         self._error: str | None = None
@@ -79,6 +80,7 @@ class Choice:
         self._core_finish, self._error, self._error_code = event.finish, event.error, event.error_code
         self._embedding = event.embedding
         self._cached_tokens = event.cached_tokens
+        self._cache = event.cache
         self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
         if self._params.stop:
             self._decode()
@@ -139,7 +141,10 @@ class Choice:
 
     def _usage(self) -> Usage:
         return Usage(
-            prompt_tokens=self._num_prompt, completion_tokens=self._num_output, cached_tokens=self._cached_tokens
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_output,
+            cached_tokens=self._cached_tokens,
+            cache=self._cache,
         )
 
 

@@ -36,6 +36,9 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "step_time_error_ratio": ("gauge", "Mean error of predicted step times over the last steps, as a share of them"),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
+    "prefix_cache_evictions": ("counter", "Cached blocks that made room for others"),
+    "prefix_cache_pinned_blocks": ("gauge", "Cached blocks that are pinned"),
+    "prefix_cache_pins_yielded": ("counter", "Pins given up early for a request that had no room otherwise"),
 }
 """Names (without the `firstlight_` prefix and the `_total` suffix), kinds and help of what `watch` may give."""
 

@@ -5,6 +5,7 @@ Pure: the clock is an argument, nothing is read from a device. Knows token ids a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -231,6 +232,7 @@ class Scheduler:
         if not self._states:
             return None
         now = self._clock()
+        self.cache.expire_pins(now)
         self._open_gate(now)
         while True:
             step = _Step(StepLoad(), [], [], [])
@@ -241,7 +243,7 @@ class Scheduler:
                 break
             if self.num_running == 0:
                 return None
-            self._preempt(self._victim())
+            self._make_room()
         self._step = step
         self.stats.steps += 1
         ended, self._ended_ids = self._ended_ids, []
@@ -260,7 +262,7 @@ class Scheduler:
             if state.num_computed < len(state.table.blocks) * size:
                 continue
             while state.status is Status.DECODE and not self.cache.grow(state.table, state.num_computed + 1):
-                self._preempt(self._victim())
+                self._make_room()
 
     def _plan_decodes(self, step: _Step) -> None:
         """One row per stream, with as many drafts as tokens are left for."""
@@ -367,6 +369,7 @@ class Scheduler:
         state.num_computed = self.cache.adopt(state.table, state.tokens, hits)
         if state.num_preemptions == 0:
             state.cached_tokens = state.high_water = state.num_computed
+            state.cache_miss = self.cache.miss(state.table, len(hits))
             self._gate.started()
         state.status = Status.PREFILL
         self._prefills[state.id] = state
@@ -394,6 +397,12 @@ class Scheduler:
         step.load.add(state.num_computed, len(token_ids))
 
     # -- preemption -----------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Preempts one request; the only one that runs is left alone while there are pins to give up instead."""
+        if self.num_running == 1 and self.cache.give_up_pin():
+            return
+        self._preempt(self._victim())
 
     def _victim(self) -> RequestState:
         return self._admission.victim([*self._prefills.values(), *self._decodes.values()])
@@ -455,6 +464,8 @@ class Scheduler:
             self.stats.draft_tokens += len(drafts)
             self.stats.accepted_tokens += len(new) - 1
             self.cache.trim(state.table, state.num_computed)
+        if state.status is Status.PREFILL:
+            self._pin(state)
         if finish is not None:
             return self._end(state, finish, new, got)
         if state.status is Status.PREFILL:
@@ -462,6 +473,13 @@ class Scheduler:
             state.status = Status.DECODE
             self._decodes[state.id] = state
         return self._event(state, new, got)
+
+    def _pin(self, state: RequestState) -> None:
+        """Pins what the request asked for, now that its prompt is computed."""
+        for pin in state.request.pins:
+            until_s = math.inf if pin.ttl_s is None else self._clock() + pin.ttl_s
+            pinned = self.cache.pin(state.table, min(pin.num_tokens, state.num_prompt), until_s)
+            state.pinned_tokens = max(state.pinned_tokens, pinned)
 
     def _end(
         self,
@@ -508,6 +526,7 @@ class Scheduler:
             error=error,
             error_code=error_code,
             cached_tokens=state.cached_tokens,
+            cache=state.cache_report() if finish is not None else None,
             first_scheduled_s=state.first_scheduled_s if first else None,
             embedding=None if state.pool is None or got is None or finish is None else state.pool.vector(),
         )
@@ -536,7 +555,8 @@ class Scheduler:
                 assert state.gap == 1, f"{where} has {state.gap} tokens to compute"
                 assert state.num_output > 0, f"{where} has said nothing"
         if not states:
-            assert self.cache.num_free == self.cache.num_blocks, "blocks are held while no request is open"
+            free = self.cache.num_free + self.cache.num_pinned
+            assert free == self.cache.num_blocks, "blocks are held while no request is open"
 
     def unused_slots(self) -> int:
         """Token slots in held blocks that hold no token yet: at most one partial block per request, by design."""

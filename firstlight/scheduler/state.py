@@ -6,7 +6,7 @@ import enum
 
 from firstlight.cache import BlockTable
 from firstlight.scheduler.pool import Pool
-from firstlight.types import CoreRequest, FinishReason, RowSampling
+from firstlight.types import CacheMiss, CacheReport, CoreRequest, FinishReason, RowSampling
 
 __all__ = ["RequestState", "Status"]
 
@@ -31,6 +31,7 @@ class RequestState:
 
     __slots__ = (
         "awaited_key",
+        "cache_miss",
         "cached_tokens",
         "expected_output",
         "first_scheduled_s",
@@ -40,6 +41,7 @@ class RequestState:
         "num_computed",
         "num_preemptions",
         "num_prompt",
+        "pinned_tokens",
         "pool",
         "rank",
         "request",
@@ -59,6 +61,8 @@ class RequestState:
         self.cached_tokens = 0
         self.awaited_key: bytes | None = None
         """The first block's key it lacked when last looked up."""
+        self.cache_miss: CacheMiss | None = None
+        self.pinned_tokens = 0
         self.num_preemptions = 0
         self.high_water = 0
         """The most tokens it ever had computed; below that, work is done again."""
@@ -86,6 +90,12 @@ class RequestState:
     def gap(self) -> int:
         """Known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
+
+    def cache_report(self) -> CacheReport | None:
+        """What the prefix cache did for it; None before it was admitted."""
+        if self.first_scheduled_s is None:
+            return None
+        return CacheReport(hit_tokens=self.cached_tokens, miss=self.cache_miss, pinned_tokens=self.pinned_tokens)
 
     def sampling(self) -> RowSampling:
         """How to sample right after the last known token. `history` is the live list: read it before `absorb`."""

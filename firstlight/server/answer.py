@@ -15,14 +15,15 @@ from firstlight.engine.generation import Generation
 from firstlight.errors import BackendError, DeadlineError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
 from firstlight.server.merge import merged_batches
-from firstlight.server.record import RequestRecord
+from firstlight.server.pins import common_tokens
+from firstlight.server.record import RequestRecord, cache_facts
 from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
 from firstlight.server.service import Service
 from firstlight.server.sse import EventStream
 from firstlight.server.wire import GenerationRequest
 from firstlight.text.params import check
 from firstlight.text.tool_parsers import AnswerParser, Part
-from firstlight.types import FinishReason, OutputDelta, TokenLogprob, Usage
+from firstlight.types import FinishReason, OutputDelta, Pin, TokenLogprob, Usage
 
 __all__ = ["Answer"]
 
@@ -63,6 +64,7 @@ class Answer:
         self._answer_id = answer_id
         self._cache_salt = cache_salt
         self._usages: dict[int, Usage] = {}
+        self._pins: list[Pin] = []
 
     @property
     def timeout_s(self) -> float | None:
@@ -98,10 +100,27 @@ class Answer:
         if request.is_chat:
             messages, tools = self._dialect.prompt(request.messages, request.tools)
             ids = await self._engine.encode_chat(messages, tools, continue_final_message=request.is_continuation)
+            self._pins = await self._pinned(ids, tools)
             parsers = [self._dialect.parser(request.tools, ids) for _ in range(request.params.n)]
             self._parsers = [parser for parser in parsers if parser is not None]
             return [ids]
         return [await self._engine.encode_prompt(prompt) for prompt in request.prompts]
+
+    async def _pinned(self, ids: list[int], tools: list[dict[str, Any]] | None) -> list[Pin]:
+        """The request's pins in tokens of the prompt `ids`. Raises RequestError where nothing is cached at all."""
+        pins = self._request.pins
+        if pins and not self._engine.config.prefix_cache:
+            where = f"messages[{pins[0].message}].cache_control"
+            raise RequestError(f"`{where}`: the prefix cache is off here: leave it out", param=where)
+        found = []
+        for pin in pins:
+            kept = self._request.messages[: pin.message + 1]
+            if kept[-1]["role"] == "system":  # some templates refuse a conversation without a user
+                kept = [*kept, {"role": "user", "content": ""}]
+            messages, _ = self._dialect.prompt(kept, self._request.tools)
+            until = await self._engine.encode_chat(messages, tools, add_generation_prompt=False)
+            found.append(Pin(num_tokens=common_tokens(ids, until), ttl_s=pin.ttl_s))
+        return found
 
     def _refuse_hopeless(self, name: str, num_bytes: int) -> None:
         """Raises RequestError for text that could not fit the context if every token were the longest there is."""
@@ -120,7 +139,9 @@ class Answer:
         try:
             for at, ids in enumerate(prompts):
                 name = f"{self._answer_id}-{at}" if len(prompts) > 1 else self._answer_id
-                generations.append(self._engine.generate(name, ids, params, shown_marks=marks, **options))
+                generations.append(
+                    self._engine.generate(name, ids, params, shown_marks=marks, pins=self._pins, **options)
+                )
         except BaseException as error:
             for generation in generations:
                 await generation.aclose()
@@ -243,5 +264,8 @@ class Answer:
         self._record.usage = total_usage(self._usages, self._request.num_choices, self._request.params.n)
         return self._record.usage
 
-    def _timings(self) -> dict[str, float] | None:
-        return self._record.timings() if self._request.timings else None
+    def _timings(self) -> dict[str, float | str] | None:
+        """The `timings` extension, after `_total_usage`."""
+        if not self._request.timings:
+            return None
+        return {**self._record.timings(), **cache_facts(self._record.usage)}

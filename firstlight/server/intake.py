@@ -22,6 +22,7 @@ from firstlight.server.fields import (
     unknown_name,
 )
 from firstlight.server.json_body import decode_object
+from firstlight.server.pins import checked_pin
 from firstlight.server.structured import answer_grammar
 from firstlight.server.tools import checked_calls, tool_use
 from firstlight.server.urgency import checked_deadline, priority_of
@@ -32,6 +33,7 @@ from firstlight.server.wire import (
     DetokenizeBody,
     GenerationRequest,
     MessageBody,
+    MessagePin,
     Prompt,
     SharedBody,
     TokenizeBody,
@@ -44,7 +46,7 @@ __all__ = ["Intake", "as_prompts", "convert"]
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "cache_control"})
 _ROLE_FIELDS = {
     "assistant": frozenset({"tool_calls", "reasoning_content"}),
     "tool": frozenset({"tool_call_id"}),
@@ -65,6 +67,7 @@ class Intake:
     max_n: int
     max_prompts: int
     max_tools: int = 128
+    max_pin_s: float = 3600.0
 
     def chat(self, raw: bytes) -> GenerationRequest:
         """The checked request of a POST /v1/chat/completions body. Raises RequestError."""
@@ -75,10 +78,17 @@ class Intake:
         if not body.messages:
             raise RequestError("`messages` is empty: send at least one message", param="messages")
         messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
+        pins = self._pins(messages)
         max_tokens = _one_of_two_limits(body.max_tokens, body.max_completion_tokens)
         params = self._params(body, max_tokens, _chat_logprobs(body))
         tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, self.max_tools)
-        return self._request(body, params, messages=messages, tools=tools, is_continuation=_continues(body, messages))
+        is_continuation = _continues(body, messages)
+        return self._request(body, params, messages=messages, tools=tools, is_continuation=is_continuation, pins=pins)
+
+    def _pins(self, messages: list[dict[str, Any]]) -> tuple[MessagePin, ...]:
+        """The messages' `cache_control`, taken out of them: templates do not see it."""
+        found = [(at, message.pop("cache_control", None)) for at, message in enumerate(messages)]
+        return tuple(checked_pin(c.type, c.ttl, at, self.max_pin_s) for at, c in found if c is not None)
 
     def completion(self, raw: bytes) -> GenerationRequest:
         """The checked request of a POST /v1/completions body. Raises RequestError."""
@@ -245,8 +255,8 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     content = body.content or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     checked: dict[str, Any] = {"role": "system" if body.role == "developer" else body.role, "content": text}
-    extras = {"name": body.name, "tool_calls": calls or None, "tool_call_id": body.tool_call_id}
-    extras["reasoning_content"] = body.reasoning_content
+    extras: dict[str, Any] = {"name": body.name, "tool_calls": calls or None, "tool_call_id": body.tool_call_id}
+    extras |= {"reasoning_content": body.reasoning_content, "cache_control": body.cache_control}
     return checked | {name: value for name, value in extras.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ from firstlight.measure.log import log_event
 from firstlight.measure.metrics import Metrics
 from firstlight.types import FinishReason, Usage
 
-__all__ = ["RequestRecord"]
+__all__ = ["RequestRecord", "cache_facts"]
 
 
 class RequestRecord:
@@ -112,3 +112,14 @@ class RequestRecord:
             self._metrics.slow_reader()
         else:
             self._metrics.failed(status, outcome)
+
+
+def cache_facts(usage: Usage | None) -> dict[str, float | str]:
+    """What the prefix cache did for a request with one prompt: what was found, where that ended and why."""
+    report = usage.cache if usage is not None else None
+    if report is None:
+        return {}
+    facts: dict[str, float | str] = {"cached_tokens": report.hit_tokens, "pinned_tokens": report.pinned_tokens}
+    if report.miss is not None:
+        facts |= {"first_uncached_token": report.miss.first_token, "cache_miss": report.miss.reason}
+    return facts

@@ -111,7 +111,7 @@ class _Answer(msgspec.Struct):
     system_fingerprint: str
     choices: Sequence[_ChatChunkChoice | _ChatChoice | _TextChoice]
     usage: dict[str, Any] | UnsetType | None = UNSET
-    timings: dict[str, float] | UnsetType = UNSET
+    timings: dict[str, float | str] | UnsetType = UNSET
 
 
 class ChoiceTotal:
@@ -148,10 +148,10 @@ class AnswerForm(Protocol):
     def piece(self, choice: int, text: str, logprobs: list[TokenLogprob] | None, finish: FinishReason | None) -> bytes:
         """More text of a choice, its end, or both."""
 
-    def last(self, usage: Usage | None, timings: dict[str, float] | None) -> bytes:
+    def last(self, usage: Usage | None, timings: dict[str, float | str] | None) -> bytes:
         """What comes after the last piece: totals where asked for, and the end mark."""
 
-    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float] | None) -> bytes:
+    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float | str] | None) -> bytes:
         """The body of an answer that is not streamed."""
 
 
@@ -167,7 +167,7 @@ class _Form:
         self.includes_usage = False
 
     def _answer(
-        self, kind: str, choices: Sequence[Any], usage: Usage | None, timings: dict[str, float] | None
+        self, kind: str, choices: Sequence[Any], usage: Usage | None, timings: dict[str, float | str] | None
     ) -> _Answer:
         answer_id, created, model, fingerprint = self._repeated
         return _Answer(
@@ -181,7 +181,7 @@ class _Form:
             timings=UNSET if timings is None else timings,
         )
 
-    def _last(self, kind: str, usage: Usage | None, timings: dict[str, float] | None) -> bytes:
+    def _last(self, kind: str, usage: Usage | None, timings: dict[str, float | str] | None) -> bytes:
         done = b"data: [DONE]\n\n"
         if usage is None and timings is None:
             return done
@@ -229,11 +229,11 @@ class ChatForm(_Form):
             frames += event(self._answer(self._CHUNK, [end], None, None))
         return frames
 
-    def last(self, usage: Usage | None, timings: dict[str, float] | None) -> bytes:
+    def last(self, usage: Usage | None, timings: dict[str, float | str] | None) -> bytes:
         """The usage chunk where asked for, then the end mark."""
         return self._last(self._CHUNK, usage, timings)
 
-    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float] | None) -> bytes:
+    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float | str] | None) -> bytes:
         """The `chat.completion` body."""
         choices = []
         for at, total in enumerate(totals):
@@ -319,11 +319,11 @@ class CompletionForm(_Form):
         part = _TextChoice(choice, text, self._logprobs(choice, logprobs), reason)
         return event(self._answer("text_completion", [part], None, None))
 
-    def last(self, usage: Usage | None, timings: dict[str, float] | None) -> bytes:
+    def last(self, usage: Usage | None, timings: dict[str, float | str] | None) -> bytes:
         """The usage chunk where asked for, then the end mark."""
         return self._last("text_completion", usage, timings)
 
-    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float] | None) -> bytes:
+    def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float | str] | None) -> bytes:
         """The `text_completion` body."""
         choices = [
             _TextChoice(
@@ -379,6 +379,7 @@ def total_usage(usages: dict[int, Usage], num_choices: int, n: int) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
         completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
+        cache=firsts[0].cache if len(firsts) == 1 else None,
     )
 
 

@@ -64,6 +64,7 @@ class Service:
             max_n=self.config.max_n,
             max_prompts=self.config.max_prompts,
             max_tools=self.config.max_tools,
+            max_pin_s=self.config.max_pin_s,
         )
 
     @cached_property
@@ -158,6 +159,9 @@ class Service:
             "step_time_error_ratio": stats.step_error,
             "prefix_cache_queries": stats.cache.lookup_tokens,
             "prefix_cache_hits": stats.cache.hit_tokens,
+            "prefix_cache_evictions": stats.cache.evictions,
+            "prefix_cache_pinned_blocks": stats.cache.pinned_blocks,
+            "prefix_cache_pins_yielded": stats.cache.pins_yielded,
         }
 
     def _stalled_s(self) -> float:

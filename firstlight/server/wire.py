@@ -18,6 +18,7 @@ __all__ = [
     "CompletionBody",
     "DetokenizeBody",
     "GenerationRequest",
+    "MessagePin",
     "Prompt",
     "TokenizeBody",
 ]
@@ -72,6 +73,20 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     text: str
 
 
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`cache_control` of a message: keep the KV of the conversation up to its end for `ttl` seconds."""
+
+    type: str
+    ttl: float
+
+
+class MessagePin(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked `cache_control`: of which message, and for how many seconds."""
+
+    message: int
+    ttl_s: float
+
+
 class MessageBody(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
@@ -81,6 +96,7 @@ class MessageBody(msgspec.Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class ChatBody(SharedBody, kw_only=True):
@@ -150,6 +166,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The last message is the beginning of the answer."""
     priority: int = 0
     deadline_ms: float | None = None
+    pins: tuple[MessagePin, ...] = ()
 
     @property
     def is_chat(self) -> bool:

@@ -192,3 +192,59 @@ def test_cache_random_history_never_hits_other_tokens(data: st.DataObject) -> No
                 contents[table.blocks[place]] = (salt, tuple(tokens[: 2 * (place + 1)]))
             kv.publish(table, tokens, len(tokens))
         kv.check(tables)
+
+
+def declared(kv: KVCache, tokens: list[int], salt: bytes) -> int:
+    """Hit tokens of a tenant's request, which it then computes."""
+    num = num_hit_tokens(kv, tokens, salt)
+    computed(kv, tokens, salt)
+    return num
+
+
+def test_declared_prefix_is_shared_by_all_tenants_and_what_follows_is_not() -> None:
+    prefix = list(range(10))
+    kv = KVCache(32, SIZE, b"w", declared=[[99] * 9, prefix])
+    tokens = [*prefix, *range(20, 30)]
+    assert declared(kv, tokens, b"alice") == 0
+    assert declared(kv, tokens, b"bob") == 8
+    assert declared(kv, tokens, b"bob") == 16
+    assert declared(kv, [*prefix[:4], 50, 51, 52, 53, 54], b"carol") == 4
+    assert declared(kv, [1, *tokens], b"alice") == declared(kv, [1, *tokens], b"bob") == 0
+
+
+def test_declared_prefixes_leave_keys_of_unsalted_requests_alone() -> None:
+    keys = []
+    for prefixes in ([], [list(range(8))], [list(range(6))]):
+        chain = PrefixIndex(BlockPool(2, SIZE), b"w", prefixes).chain(b"")
+        chain.extend(list(range(12)), 3)
+        keys.append(chain.keys)
+    assert keys[0] == keys[1] == keys[2]
+
+
+def first_miss(kv: KVCache, tokens: list[int]) -> tuple[int, str] | None:
+    table = kv.table("probe", b"")
+    miss = kv.miss(table, len(kv.peek(table, tokens)))
+    return None if miss is None else (miss.first_token, miss.reason)
+
+
+def test_miss_names_the_first_token_that_no_cached_prompt_has() -> None:
+    kv = cache(8)
+    computed(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    computed(kv, [1, 2, 3, 4, 5, 9, 9, 9, 9])
+    assert first_miss(kv, [1, 2, 3, 4, 5, 6, 7, 8, 0]) is None
+    assert first_miss(kv, [1, 2, 3, 4, 5, 6, 0, 8, 0]) == (6, "diverged")
+    assert first_miss(kv, [1, 2, 3, 4, 0, 6, 7, 8, 0]) == (4, "diverged")
+    assert first_miss(kv, [0, 2, 3, 4, 5]) == (0, "diverged")
+    assert first_miss(kv, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14]) == (8, "not_cached")
+
+
+def test_miss_of_an_evicted_block_says_so() -> None:
+    kv = cache(4)
+    computed(kv, list(range(16)))
+    other = kv.table("other", b"")
+    assert kv.grow(other, 2 * SIZE)
+    assert first_miss(kv, list(range(17))) == (8, "evicted")
+    kv.release(other)
+    computed(kv, list(range(16)))
+    assert first_miss(kv, list(range(16))) is None
+    kv.check([])

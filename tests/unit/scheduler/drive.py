@@ -9,8 +9,10 @@ from firstlight.backend.fake import FakeBackend, VirtualClock
 from firstlight.cache import KVCache
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, StepTimeModel
 from firstlight.types import (
+    CacheReport,
     CoreRequest,
     FinishReason,
+    Pin,
     RowResult,
     RowSampling,
     SamplingParams,
@@ -37,6 +39,7 @@ def request(
     deadline_s: float | None = None,
     seed: int = 0,
     forced_ids: Sequence[int] = (),
+    pins: Sequence[tuple[int, float | None]] = (),
     **params: float,
 ) -> CoreRequest:
     return CoreRequest(
@@ -52,6 +55,7 @@ def request(
         tenant=tenant,
         deadline_s=deadline_s,
         forced_ids=tuple(forced_ids),
+        pins=tuple(Pin(num_tokens=num, ttl_s=ttl_s) for num, ttl_s in pins),
     )
 
 
@@ -74,6 +78,7 @@ class Drive:
     reserve_output: bool = True
     preempt: str = "least-work"
     prefix_cache: bool = True
+    max_pinned: int = 0
     drafter: Drafter | None = None
     run_s: float = 0.001
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -106,7 +111,9 @@ class Drive:
             reserve_output=self.reserve_output,
             preempt=self.preempt,
         )
-        cache = KVCache(self.num_blocks, self.block_size, b"w", prefix_cache=self.prefix_cache)
+        cache = KVCache(
+            self.num_blocks, self.block_size, b"w", prefix_cache=self.prefix_cache, max_pinned=self.max_pinned
+        )
         self.scheduler = Scheduler(cache, limits, clock=self.clock, step_time=self.step_time, drafter=self.drafter)
 
     def add(self, *requests: CoreRequest) -> None:
@@ -146,6 +153,11 @@ class Drive:
 
     def ids(self, request_id: str) -> list[int]:
         return [token for event in self.events if event.request_id == request_id for token in event.token_ids]
+
+    @property
+    def reports(self) -> dict[str, CacheReport]:
+        """What the prefix cache did for each request that has ended."""
+        return {event.request_id: event.cache for event in self.events if event.cache is not None}
 
     def ends(self, request_id: str) -> list[FinishReason]:
         return [e.finish for e in self.events if e.request_id == request_id and e.finish is not None]

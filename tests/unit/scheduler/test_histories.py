@@ -43,6 +43,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
             deadline_s=draw(st.sampled_from([None, None, 0.0, 0.02, 1.0])),
             salt=draw(st.sampled_from([b"", b"", b"tenant"])),
             seed=draw(st.integers(0, 9)),
+            pins=draw(st.sampled_from([(), (), ((8, 0.01),), ((24, None), (4, 0.1))])),
             forced_ids=draw(st.sampled_from([(), (), (), (5, 6, 7), (9, STOP_ID, 9)])),
             temperature=draw(st.sampled_from([0.0, 1.0])),
             **({} if is_plain else {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}),
@@ -85,7 +86,7 @@ def assert_answers_as_alone(drive: Drive, served: dict[str, CoreRequest]) -> Non
             continue
         assert ids == alone
         assert ends[0] is (FinishReason.STOP if alone[-1] in one.stop_ids else FinishReason.LENGTH)
-    assert drive.scheduler.cache.num_free == drive.num_blocks
+    assert drive.scheduler.cache.num_free + drive.scheduler.cache.num_pinned == drive.num_blocks
     assert {event.request_id for event in drive.events} == set(served)
     stats = drive.scheduler.stats
     assert stats.recomputed_tokens <= stats.prefill_tokens
@@ -107,6 +108,7 @@ machines = st.fixed_dictionaries(
         "max_step_samples": st.sampled_from([0, 6, 9]),
         "max_step_tokens": st.sampled_from([6, 7, 16, 64]),
         "prefix_cache": st.booleans(),
+        "max_pinned": st.sampled_from([0, 3, 24]),
         "itl_slo_s": st.sampled_from([0.0, 0.002, 0.05]),
         "run_s": st.sampled_from([0.001, 0.1]),
         "mode": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
