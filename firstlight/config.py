@@ -40,6 +40,11 @@ class EngineConfig:
         (), "text files with system prompts whose KV all API keys share; computed at start and pinned"
     )
     pin_memory_mb: int = option(0, "KV memory that pinned prefixes may hold; 0 = an eighth of the KV blocks", "MB")
+    eviction: str = option(
+        "lru",
+        "which cached blocks are kept when memory is short: docs/caching.md compares them",
+        choices=("lru", "lfu", "s3fifo", "gdsf", "conversation"),
+    )
     itl_slo_ms: float = option(
         0.0, "longest gap between tokens a step may cause; 0 = a multiple of this machine's decode step", "ms"
     )

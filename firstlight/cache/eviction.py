@@ -1,25 +1,39 @@
-"""Which free block is reused next. Knows block ids in the order they were freed, nothing of requests."""
+"""Which free block is reused next: the seam between the pool and its policies. Knows ids and keys only."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["EvictionPolicy", "LruEviction"]
+__all__ = ["POLICIES", "EvictionPolicy"]
+
+POLICIES = ("lru", "lfu", "s3fifo", "gdsf", "conversation")
+"""Every policy that `make_policy` makes."""
 
 
 class EvictionPolicy(Protocol):
-    """Chooses among blocks that nobody holds."""
+    """Orders blocks with a key that nobody holds; those without one are reused before it is asked.
 
-    def victim(self, free: OrderedDict[int, None]) -> int:
-        """The block to reuse next; `free` is never empty and must not be changed.
+    A block is offered only while no cached block continues it, so that a prefix outlives what was built on it.
+    """
 
-        Its order: blocks that no later request can hit first, then the others from longest to shortest freed.
-        """
+    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
+        """The request `owner`, whose full prompt blocks have these keys, first to last, is admitted."""
 
+    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
+        """It ended or gave way, and had published blocks with these keys, first to last."""
 
-class LruEviction:
-    """Reuses the block that has been free for longest. Cost: O(1)."""
+    def used(self, block: int, key: bytes) -> None:
+        """A request has computed the block, or takes it from the cache."""
 
-    def victim(self, free: OrderedDict[int, None]) -> int:
-        return next(iter(free))
+    def freed(self, block: int) -> None:
+        """The last request that held the block has given it back."""
+
+    def offered(self, block: int) -> None:
+        """The block may be chosen from now on."""
+
+    def withdrawn(self, block: int) -> None:
+        """It may not be chosen any more: it is held again, continued, or has lost its key."""
+
+    def victim(self) -> int:
+        """Chooses one of the blocks on offer, of which there is at least one. The pool withdraws it then."""

@@ -135,6 +135,8 @@ class KVCache:
         self._hits += bool(hits)
         self._lookup_tokens += len(tokens)
         self._hit_tokens += cached
+        if self._index is not None and table.chain is not None:
+            self.pool.policy.arrived(table.owner, table.chain.keys)
         self.pool.lock(hits)
         table.blocks = list(hits)
         table.num_published = len(hits)
@@ -174,6 +176,8 @@ class KVCache:
 
     def release(self, table: BlockTable) -> None:
         """Gives every block back, the last first, so that a shared beginning outlives its branches. Drops claims."""
+        if table.chain is not None:
+            self.pool.policy.finished(table.owner, table.chain.keys[: table.num_published])
         self.pool.release(reversed(table.blocks))
         table.blocks = []
         table.num_published = 0

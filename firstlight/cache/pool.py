@@ -1,4 +1,4 @@
-"""The pool of KV blocks: reference counts, and a free list that is also the eviction order.
+"""The pool of KV blocks: reference counts, a free list, and the keys by which freed blocks are found again.
 
 Knows block ids and keys; not what a key stands for, nor who holds a block.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from firstlight.cache.eviction import EvictionPolicy, LruEviction
+from firstlight.cache.eviction import EvictionPolicy
+from firstlight.cache.ranked import LruEviction
+from firstlight.cache.tree import CachedTree
 
 __all__ = ["BlockPool"]
 
@@ -29,7 +31,8 @@ class BlockPool:
         self.num_evictions = 0
         self.on_evict: Callable[[int, bytes], None] | None = None
         """Told of a block and its key just before the key is dropped to use the block again."""
-        self._policy: EvictionPolicy = policy or LruEviction()
+        self.policy: EvictionPolicy = policy or LruEviction()
+        self._tree = CachedTree(num_blocks, self.policy)
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
@@ -76,7 +79,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Drops the key of the free block that the policy chooses; no free block is without one."""
-        block = self._policy.victim(self._free)
+        block = self._tree.victim()
         key = self._keys[block]
         assert key is not None
         if self.on_evict is not None:
@@ -91,15 +94,19 @@ class BlockPool:
         if key is None:
             return
         del self._by_key[key]
+        self._tree.remove(block, is_free=self._refs[block] == 0)
         if block in self._free:
             self._free.move_to_end(block, last=False)
 
     def lock(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each block; a free one leaves the free list and keeps its key."""
         for block in blocks:
-            if self._refs[block] == 0:
+            was_free = self._refs[block] == 0
+            if was_free:
                 del self._free[block]
             self._refs[block] += 1
+            if self._keys[block] is not None:
+                self._tree.lock(block, was_free=was_free)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drops one reference from each; a block that falls to 0 becomes free, in the order given.
@@ -113,15 +120,22 @@ class BlockPool:
                 self._free[block] = None
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self._tree.free(block)
 
-    def name(self, block: int, key: bytes) -> bool:
-        """Gives a held block its key; False, and nothing changes, if another block carries it already."""
+    def name(self, block: int, key: bytes, parent: bytes | None = None) -> bool:
+        """Gives a held block its key; False, and nothing changes, if another block carries it already.
+
+        Args:
+            parent: key of the block before it in its prompt; a parent is evicted after what continues it.
+        """
         assert self._refs[block] > 0
         assert self._keys[block] is None
         if key in self._by_key:
             return False
         self._keys[block] = key
         self._by_key[key] = block
+        self._tree.add(block, key, parent)
         return True
 
     def check(self, tables: Iterable[list[int]]) -> None:
@@ -138,5 +152,6 @@ class BlockPool:
             assert key is None or self._by_key.get(key) == block, f"block {block} is not found by its own key"
         is_named = [self._keys[block] is not None for block in self._free]
         assert is_named == sorted(is_named), "a free block with a key stands before one without"
+        self._tree.check({block for block in self._free if self._keys[block] is not None})
         named = sum(key is not None for key in self._keys)
         assert named == len(self._by_key), f"{named} blocks carry a key, {len(self._by_key)} keys are found"

@@ -137,7 +137,7 @@ class PrefixIndex:
     def insert(self, chain: PrefixChain, i: int, block: int) -> None:
         """Makes `block` findable as the i-th of the chain, unless an equal one is; drops the claim on it."""
         key, parent = chain.keys[i], chain.parents[i]
-        if self._pool.name(block, key):
+        if self._pool.name(block, key, chain.keys[i - 1] if i else None):
             self._contents[block], self._parents[block] = chain.contents[i], parent
             self._children.setdefault(parent, {})[block] = None
             self._ghosts.pop(key, None)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from firstlight.backend.base import Backend, BackendInfo
-from firstlight.cache import CacheStats, KVCache
+from firstlight.cache import CacheStats, KVCache, make_policy
 from firstlight.config import EngineConfig
 from firstlight.engine.masks import MaskWorker
 from firstlight.engine.warmup import warm_up
@@ -109,6 +109,7 @@ class EngineCore:
             prefix_cache=config.prefix_cache,
             max_pinned=self.max_pinned,
             declared=declared,
+            policy=make_policy(config.eviction, info.num_blocks),
         )
         self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
         self._backend = backend

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from firstlight.backend.fake import FakeBackend, VirtualClock
-from firstlight.cache import KVCache
+from firstlight.cache import KVCache, make_policy
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, StepTimeModel
 from firstlight.types import (
     CacheReport,
@@ -79,6 +79,7 @@ class Drive:
     preempt: str = "least-work"
     prefix_cache: bool = True
     max_pinned: int = 0
+    eviction: str = "lru"
     drafter: Drafter | None = None
     run_s: float = 0.001
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -112,7 +113,12 @@ class Drive:
             preempt=self.preempt,
         )
         cache = KVCache(
-            self.num_blocks, self.block_size, b"w", prefix_cache=self.prefix_cache, max_pinned=self.max_pinned
+            self.num_blocks,
+            self.block_size,
+            b"w",
+            prefix_cache=self.prefix_cache,
+            policy=make_policy(self.eviction, self.num_blocks),
+            max_pinned=self.max_pinned,
         )
         self.scheduler = Scheduler(cache, limits, clock=self.clock, step_time=self.step_time, drafter=self.drafter)
 

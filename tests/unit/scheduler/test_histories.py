@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firstlight.cache import POLICIES
 from firstlight.errors import RequestError
 from firstlight.types import CoreRequest, FinishReason
 from tests.unit.scheduler.drive import VOCAB, Drive, ids_alone, request
@@ -109,6 +110,7 @@ machines = st.fixed_dictionaries(
         "max_step_tokens": st.sampled_from([6, 7, 16, 64]),
         "prefix_cache": st.booleans(),
         "max_pinned": st.sampled_from([0, 3, 24]),
+        "eviction": st.sampled_from(POLICIES),
         "itl_slo_s": st.sampled_from([0.0, 0.002, 0.05]),
         "run_s": st.sampled_from([0.001, 0.1]),
         "mode": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
