@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from firstlight.backend.base import BackendInfo
 from firstlight.backend.cpu import _native
-from firstlight.backend.cpu.lower import LinearPhase, Phase, lower
+from firstlight.backend.cpu.build import ProgramBuilder
+from firstlight.backend.cpu.step_arrays import StepArrays, only_hidden
 from firstlight.config import EngineConfig
 from firstlight.errors import BackendError, ConfigError
 from firstlight.models.layouts import PackedWeight, QuantCodes
-from firstlight.models.program import (
-    Add,
-    Attention,
-    Embed,
-    GatedAct,
-    GatherRows,
-    Norm,
-    Program,
-    RopeKV,
-    SoftCap,
-)
+from firstlight.models.program import Program
 from firstlight.models.weights import LoadedModel
-from firstlight.types import RowResult, RowSampling, StepMasks, StepPlan, StepResult, StepRow, TokenLogprob
+from firstlight.types import RowResult, StepMasks, StepPlan, StepResult, StepRow, TokenLogprob
 
 __all__ = ["CpuBackend", "native_pack", "num_cores"]
 
@@ -44,10 +33,7 @@ SAMPLES_PER_ROW = 2
 """Sampled positions set aside per row of a step: drafts need more than one."""
 
 
-_Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
-_NativeMasks = tuple[npt.NDArray[np.uint32], _Ints, _Ints] | tuple[()]
-_NativeInputs = tuple[_Ints, _Ints, _Ints, _Ints, _Floats, _Ints, npt.NDArray[np.uint64], _Ints, _Floats, _Ints]
 
 
 def num_cores() -> int:
@@ -129,7 +115,7 @@ class CpuBackend:
         layouts: dict[str, int] = {}
         for weight in model.weights.values():
             layouts[weight.kind] = layouts.get(weight.kind, 0) + weight.data.nbytes
-        builder = _Builder(self._runner, model, release)
+        builder = ProgramBuilder(self._runner, model, release)
         builder.build()
         self._head = builder.head()
         self.info = BackendInfo(
@@ -190,7 +176,7 @@ class CpuBackend:
         )
 
     def _run_rows(self, rows: list[StepRow], masks: StepMasks | None) -> list[RowResult]:
-        arrays = _StepArrays(rows)
+        arrays = StepArrays(rows)
         num_samples = len(arrays.samples)
         if num_samples > self._max_samples:
             raise BackendError(
@@ -210,7 +196,7 @@ class CpuBackend:
         tokens = out_tokens.tolist()
         for row in rows:
             first = at
-            at += len(_only_hidden(row))
+            at += len(only_hidden(row))
             end = at + len(row.sample_at)
             wanted = row.sampling.logprobs if row.sampling is not None else None
             logprobs = None
@@ -275,237 +261,3 @@ def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = DEFAULT_CONTEXTS * -(-max_model_len // config.block_size)
     return max(1, min(wanted, int(MAX_MEMORY_SHARE * free) // block_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """Where the residual stream lies after the last layer, and the norm between it and the head."""
-
-    buffer: int
-    weight: _Floats
-    eps: float
-
-
-_UNSEEN = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, output_index=0)
-"""How positions are sampled whose token nobody asks for."""
-
-
-def _only_hidden(row: StepRow) -> tuple[int, ...]:
-    """The row's tokens that go through the head only because their hidden state is wanted; before those sampled."""
-    if row.hidden_from < 0:
-        return ()
-    return tuple(range(row.hidden_from, row.sample_at[0] if row.sample_at else len(row.token_ids)))
-
-
-class _StepArrays:
-    """The rows of a plan as flat arrays for the native call."""
-
-    def __init__(self, rows: list[StepRow]) -> None:
-        tokens: list[int] = []
-        positions: list[int] = []
-        tables: list[int] = []
-        native_rows: list[int] = []
-        self.samples: list[int] = []
-        self.floats: list[float] = []
-        self.ints: list[int] = []
-        self.seeds: list[int] = []
-        self.bias_ids: list[int] = []
-        self.bias_values: list[float] = []
-        self.histories: list[int] = []
-        self.sample_masks: list[int] = []
-        self.num_top = 0
-        for row in rows:
-            first, count = len(tokens), len(row.token_ids)
-            native_rows += (first, count, row.start, len(tables))
-            tokens += row.token_ids
-            positions += range(row.start, row.start + count)
-            tables += row.block_table
-            if unseen := _only_hidden(row):
-                self._add_samples(msgspec.structs.replace(row, sample_at=unseen), _UNSEEN, first)
-            if row.sample_at:
-                if row.sampling is None:
-                    raise BackendError(f"row `{row.request_id}` samples without sampling parameters")
-                self._add_samples(row, row.sampling, first)
-        self._tokens = np.array(tokens, np.int32)
-        self._positions = np.array(positions, np.int32)
-        self._tables = np.array(tables, np.int32)
-        self._rows = np.array(native_rows, np.int32).reshape(-1, 4)
-
-    def _add_samples(self, row: StepRow, sampling: RowSampling, first: int) -> None:
-        bias_begin, bias_count = len(self.bias_ids), len(sampling.logit_bias)
-        self.bias_ids += sampling.logit_bias.keys()
-        self.bias_values += sampling.logit_bias.values()
-        num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
-        self.num_top = max(self.num_top, num_logprobs)
-        for j, at in enumerate(row.sample_at):
-            if not 0 <= at < len(row.token_ids):
-                raise BackendError(
-                    f"row `{row.request_id}` samples after token {at}, it has {len(row.token_ids)} tokens"
-                )
-            history = sampling.history
-            if history and j:  # later positions have also seen the row's tokens up to their own
-                history = history + row.token_ids[row.sample_at[0] + 1 : at + 1]
-            self.samples.append(first + at)
-            self.floats += (
-                sampling.temperature,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty,
-            )
-            self.ints += (
-                first + at,
-                sampling.top_k,
-                sampling.output_index + j,
-                num_logprobs,
-                sampling.num_prompt,
-                bias_begin,
-                bias_count,
-                len(self.histories),
-                len(history),
-            )
-            self.sample_masks.append(sampling.mask + j if sampling.mask >= 0 else -1)
-            self.seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
-            self.histories += history
-
-    def masks(self, masks: StepMasks | None) -> _NativeMasks:
-        """The last arguments of Runner.run where the step has masks, else none."""
-        return () if masks is None else (masks.bits, np.array(self.sample_masks, np.int32), masks.ready)
-
-    def native(self) -> _NativeInputs:
-        """The input arguments of Runner.run, in its order."""
-        return (
-            self._tokens,
-            self._positions,
-            self._rows,
-            self._tables,
-            np.array(self.floats, np.float32).reshape(-1, 6),
-            np.array(self.ints, np.int32).reshape(-1, 9),
-            np.array(self.seeds, np.uint64),
-            np.array(self.bias_ids, np.int32),
-            np.array(self.bias_values, np.float32),
-            np.array(self.histories, np.int32),
-        )
-
-
-class _Builder:
-    """Hands a lowered program with its weights to the native runner."""
-
-    def __init__(self, runner: _native.Runner, model: LoadedModel, release: bool) -> None:
-        self._runner = runner
-        self._model = model
-        self._release = release
-        self._buffers: dict[str, int] = {}
-        self._weights: dict[str, int] = {}
-        self._constants: dict[str, int] = {}
-
-    def build(self) -> None:
-        program = self._model.program
-        phases = lower(program)
-        sampled = _sampled_buffers(program)
-        for name in _used_buffers(phases):
-            self._buffers[name] = self._runner.add_buffer(program.buffers[name], name in sampled)
-        for phase in phases:
-            self._add(phase)
-        self._runner.finish(self._buffers["logits"])
-
-    def head(self) -> _Head:
-        """After `build`. No op behind the last norm writes the buffer that it reads."""
-        norm = next(op for op in reversed(self._model.program.ops) if isinstance(op, Norm))
-        return _Head(self._buffers[norm.x], np.array(self._model.constants[norm.weight], np.float32), norm.eps)
-
-    def _weight(self, name: str) -> int:
-        if name not in self._weights:
-            w = self._model.weights.pop(name) if self._release else self._model.weights[name]
-            self._weights[name] = self._runner.add_weight(
-                w.kind, w.rows, w.cols, w.group, w.has_min, w.scale_f32, w.data
-            )
-        return self._weights[name]
-
-    def _constant(self, name: str) -> int:
-        if name not in self._constants:
-            self._constants[name] = self._runner.add_constant(self._model.constants[name])
-        return self._constants[name]
-
-    def _add(self, phase: Phase) -> None:
-        runner, at = self._runner, self._buffers
-        match phase:
-            case LinearPhase():
-                self._add_linear(phase)
-            case Embed():
-                runner.add_embed(at[phase.out], self._weight(phase.weight), phase.scale)
-            case Norm():
-                runner.add_norm(at[phase.x], at[phase.out], self._constant(phase.weight), phase.eps, phase.group)
-            case RopeKV():
-                runner.add_rope_kv(
-                    at[phase.q],
-                    at[phase.k],
-                    at[phase.v],
-                    phase.layer,
-                    self._constant(phase.inv_freq),
-                    phase.rotary_dim,
-                    phase.style == "interleaved",
-                    phase.attn_factor,
-                )
-            case Attention():
-                runner.add_attention(at[phase.q], at[phase.out], phase.layer, phase.scale, phase.window, phase.softcap)
-            case GatedAct():
-                runner.add_gated(phase.kind, at[phase.gate], at[phase.up], at[phase.out])
-            case Add():
-                runner.add_add(at[phase.x], at[phase.y], at[phase.out])
-            case SoftCap():
-                runner.add_soft_cap(at[phase.x], phase.cap)
-            case GatherRows():
-                runner.add_gather(at[phase.x], at[phase.out])
-
-    def _add_linear(self, phase: LinearPhase) -> None:
-        outputs = [
-            (
-                self._weight(linear.weight),
-                self._buffers[buffer],
-                -1 if linear.bias is None else self._constant(linear.bias),
-                accumulate,
-            )
-            for linear, buffer, accumulate in phase.outputs
-        ]
-        kind, second, eps, gated = "plain", -1, 0.0, "silu"
-        if phase.norm is not None:
-            kind, second, eps = "norm", self._constant(phase.norm.weight), phase.norm.eps
-        elif phase.gated is not None:
-            kind, second, gated = "gated", self._buffers[phase.gated.up], phase.gated.kind
-        self._runner.add_linear(self._buffers[phase.x], kind, second, eps, gated, outputs)
-
-
-def _sampled_buffers(program: Program) -> set[str]:
-    """Buffers that hold one row per sampled position: all that are written after GatherRows."""
-    ops = program.ops
-    gather = next(i for i, op in enumerate(ops) if isinstance(op, GatherRows))
-    return {op.out for op in ops[gather:] if not isinstance(op, RopeKV | SoftCap)}
-
-
-def _used_buffers(phases: list[Phase]) -> list[str]:
-    """Buffers that survive lowering, in order of first use."""
-    names: dict[str, None] = {}
-    for phase in phases:
-        match phase:
-            case LinearPhase():
-                used = [phase.x, *(buffer for _, buffer, _ in phase.outputs)]
-                if phase.gated is not None:
-                    used.append(phase.gated.up)
-            case RopeKV():
-                used = [phase.q, phase.k, phase.v]
-            case Attention():
-                used = [phase.q, phase.out]
-            case GatedAct():
-                used = [phase.gate, phase.up, phase.out]
-            case Add():
-                used = [phase.x, phase.y, phase.out]
-            case SoftCap():
-                used = [phase.x]
-            case Embed():
-                used = [phase.out]
-            case _:
-                used = [phase.x, phase.out]
-        names.update(dict.fromkeys(used))
-    return list(names)
