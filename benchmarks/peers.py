@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.document import conditions, version_of, write
 from firstlight.backend.cpu import native_pack
 from firstlight.errors import FirstlightError
 from firstlight.measure.client import Endpoint, get_json, stream_events
@@ -236,21 +237,6 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {"medians": figures, "firstlight_ahead": {peer: dict(sorted(r.items())) for peer, r in ratios.items()}}
 
 
-def version_of(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return None
-    return (done.stdout + done.stderr).strip().splitlines()[0] if done.stdout or done.stderr else None
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return platform.machine()
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="GGUF file that every engine reads")
@@ -317,15 +303,11 @@ def main() -> None:
         args.limits = build_limits(Path(folder))
         servers = chosen_servers(args, Path(folder))
         rounds = asyncio.run(run(args, servers, prompts))
-    commit = version_of(["git", "describe", "--always", "--dirty=+", "--abbrev=40"])
     llama = version_of([str(args.llama_bin / "llama-server"), "--version"]) if args.llama_bin else None
     ask = "import openvino_genai; print(openvino_genai.__version__)"
     openvino = version_of([str(args.openvino_python), "-c", ask]) if args.openvino_python else None
     document = {
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": ["python", "-m", "benchmarks.peers", *(Path(word).name for word in sys.argv[1:])],
-        "commit": commit,
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads},
+        **conditions("benchmarks.peers", args.threads),
         "load_average": {"before": load_before, "after": os.getloadavg()},
         "versions": {"llama.cpp": llama, "OpenVINO GenAI": openvino, "python": platform.python_version()},
         "model": {"file": args.model.name, "bytes": args.model.stat().st_size},
@@ -333,11 +315,7 @@ def main() -> None:
         "summary": summarise(rounds) | {"firstlight_of_limits": shares(model, rounds)},
         "rounds": rounds,
     }
-    text = json.dumps(document, indent=1)
-    if args.out is None:
-        print(text)
-    else:
-        args.out.write_text(text + "\n")
+    write(document, args.out)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.document import conditions, version_of, write
 from firstlight.backend.cpu import CpuBackend, native_pack
 from firstlight.config import EngineConfig
 from firstlight.models.weights import LoadedModel, load_model
@@ -140,13 +139,6 @@ def measure(kind: str, chosen: list[Window], model: LoadedModel, args: argparse.
     return results
 
 
-def llama_version(folder: Path | None) -> str | None:
-    if folder is None:
-        return None
-    done = subprocess.run([str(folder / "llama-perplexity"), "--version"], capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip().splitlines()[0]
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="GGUF file")
@@ -163,22 +155,19 @@ def main() -> None:
     tokenizer = Tokenizer.from_gguf(model.tokenizer.metadata)
     found = windows(tokenizer, ChatTemplate.of(tokenizer, model.chat_template), NUM_TOKENS)
     kinds = sorted({window.kind for window in found})
-    commit = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=40"], capture_output=True, text=True)
     document = {
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": ["python", "-m", "benchmarks.quality", *(Path(word).name for word in sys.argv[1:])],
-        "commit": commit.stdout.strip() or None,
-        "hardware": {"cpu": platform.processor() or platform.machine(), "threads": args.threads},
-        "versions": {"llama.cpp": llama_version(args.llama_bin), "numpy": np.__version__},
+        **conditions("benchmarks.quality", args.threads),
+        "versions": {
+            "llama.cpp": version_of([str(args.llama_bin / "llama-perplexity"), "--version"])
+            if args.llama_bin
+            else None,
+            "numpy": np.__version__,
+        },
         "model": {"file": args.model.name, "bytes": args.model.stat().st_size},
         "windows": {"tokens": NUM_TOKENS, "scored_from": FIRST, "ids": [window.id for window in found]},
         "results": {kind: measure(kind, [w for w in found if w.kind == kind], model, args) for kind in kinds},
     }
-    text = json.dumps(document, indent=1)
-    if args.out is None:
-        print(text)
-    else:
-        args.out.write_text(text + "\n")
+    write(document, args.out)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import Server, cpu_name, memory_mb, running
+from benchmarks.document import conditions, write
+from benchmarks.peers import Server, memory_mb, running
 from firstlight.errors import FirstlightError
 from firstlight.measure.client import Endpoint, get_json, stream_events
 
@@ -200,19 +199,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=40"], capture_output=True, text=True)
     document = {
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": ["python", "-m", "benchmarks.robust", *(Path(word).name for word in sys.argv[1:])],
-        "commit": commit.stdout.strip() or None,
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads},
+        **conditions("benchmarks.robust", args.threads),
         "result": asyncio.run(run(args)),
     }
-    text = json.dumps(document, indent=1)
-    if args.out is None:
-        print(text)
-    else:
-        args.out.write_text(text + "\n")
+    write(document, args.out)
     result = document["result"]
     assert isinstance(result, dict)
     audit = result["audit"]

@@ -19,16 +19,16 @@ from firstlight.cli.console import dim, note
 from firstlight.cli.own_server import own_server
 from firstlight.cli.version import package_version
 from firstlight.config import EngineConfig
-from firstlight.errors import BackendError, ConfigError
+from firstlight.errors import ConfigError
 from firstlight.measure.bench import (
     LevelResult,
     LoadShape,
     Prompt,
     RequestRecord,
+    first_contact,
     prompt_source,
+    refuse_failures,
     run_level,
-    served_model,
-    warm_up,
 )
 from firstlight.measure.bench_report import render_table, report_document
 from firstlight.measure.client import Endpoint
@@ -91,7 +91,7 @@ def _measure(endpoint: Endpoint, config: BenchConfig) -> int:
     )
     prompts = prompt_source(config.load_seed, config.max_tokens)
     with asyncio.Runner() as runner:
-        model = runner.run(_first_contact(endpoint))
+        model = runner.run(first_contact(endpoint))
         note(dim(f"{endpoint.url} serves {model}: {sum(counts)} requests, closed loop, prompts of seed {shape.seed}"))
         levels = [
             runner.run(_one_level(endpoint, model, list(itertools.islice(prompts, count)), streams, config.ignore_eos))
@@ -104,16 +104,8 @@ def _measure(endpoint: Endpoint, config: BenchConfig) -> int:
         document = report_document(levels, shape, server=server, command=command, version=package_version())
         Path(config.json).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
         note(dim(f"raw times: {config.json}"))
-    errors = [record.error for level in levels for record in level.records if record.error]
-    if errors:
-        raise BackendError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+    refuse_failures(levels)
     return 0
-
-
-async def _first_contact(endpoint: Endpoint) -> str:
-    model = await served_model(endpoint)
-    await warm_up(endpoint, model)
-    return model
 
 
 async def _one_level(

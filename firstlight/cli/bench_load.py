@@ -16,8 +16,15 @@ from firstlight.cli.commands import BenchConfig
 from firstlight.cli.console import dim, note
 from firstlight.cli.own_server import own_server
 from firstlight.cli.version import package_version
-from firstlight.errors import BackendError, ConfigError
-from firstlight.measure.bench import LevelResult, LoadShape, RequestRecord, prompt_source, served_model, warm_up
+from firstlight.errors import ConfigError
+from firstlight.measure.bench import (
+    LevelResult,
+    LoadShape,
+    RequestRecord,
+    first_contact,
+    prompt_source,
+    refuse_failures,
+)
 from firstlight.measure.bench_report import percentile, render_table, report_document
 from firstlight.measure.client import Endpoint
 from firstlight.measure.objectives import Objective, goodput, interval, meets, parse_objectives, ratio_interval
@@ -96,7 +103,7 @@ def build_sessions(config: BenchConfig, rate: float, seed: int) -> list[Session]
 
 def _run_on(endpoints: list[Endpoint], config: BenchConfig, objectives: tuple[Objective, ...]) -> int:
     with asyncio.Runner() as runner:
-        models = [runner.run(_first_contact(endpoint)) for endpoint in endpoints]
+        models = [runner.run(first_contact(endpoint)) for endpoint in endpoints]
 
         def one(at: int, rate: float, seed: int) -> LevelResult:
             sessions = build_sessions(config, rate, seed)
@@ -126,16 +133,8 @@ def _run_on(endpoints: list[Endpoint], config: BenchConfig, objectives: tuple[Ob
     tables = [Table("Figures", rows)] + ([Table("B beside A", ratios)] if ratios else [])
     server = {name: url.url for name, url in zip(runs, endpoints, strict=False)}
     write_files(config, "firstlight bench", runs, tables, {**server, "models": models})
-    errors = [record.error for levels in runs.values() for level in levels for record in level.records if record.error]
-    if errors:
-        raise BackendError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+    refuse_failures(level for levels in runs.values() for level in levels)
     return 0
-
-
-async def _first_contact(endpoint: Endpoint) -> str:
-    model = await served_model(endpoint)
-    await warm_up(endpoint, model)
-    return model
 
 
 async def _one_run(

@@ -12,7 +12,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,10 @@ __all__ = [
     "LoadShape",
     "Prompt",
     "RequestRecord",
+    "first_contact",
     "probe_lag",
     "prompt_source",
+    "refuse_failures",
     "run_level",
     "send",
     "served_model",
@@ -144,6 +146,20 @@ async def warm_up(endpoint: Endpoint, model: str) -> None:
     body = {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4, "stream": True}
     async for _ in stream_events(endpoint, "/v1/chat/completions", body):
         pass
+
+
+async def first_contact(endpoint: Endpoint) -> str:
+    """The id of the first model that the server lists, after one short answer by it."""
+    model = await served_model(endpoint)
+    await warm_up(endpoint, model)
+    return model
+
+
+def refuse_failures(levels: Iterable[LevelResult]) -> None:
+    """Raises BackendError where a request failed: figures that leave it out are not those of the load."""
+    errors = [record.error for level in levels for record in level.records if record.error]
+    if errors:
+        raise BackendError(f"{len(errors)} requests failed, the first with: {errors[0]}")
 
 
 async def run_level(
