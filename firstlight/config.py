@@ -115,6 +115,10 @@ class ServerConfig:
     idle_timeout_s: float = option(75.0, "how long a connection without a request stays open", "s")
     keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")
     slow_reader_s: float = option(30.0, "how long a stream may be blocked by a client that does not read", "s")
+    slow_ttft_ms: float = option(
+        1000.0, "a request whose first token takes longer is kept longer for `firstlight explain`", "ms"
+    )
+    slow_gap_ms: float = option(500.0, "so is one with a longer gap between tokens", "ms")
     stall_s: float = option(30.0, "waiting work and no step for this long makes the server not ready", "s")
     drain_s: float = option(30.0, "how long open requests may run on after SIGTERM or Ctrl-C", "s")
     debug_routes: str = option("auto", "/debug/*: auto = only on a loopback address", choices=("auto", "on", "off"))

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from firstlight.engine.core import CoreStats, EngineCore, StepRecord
+    from firstlight.engine.core import CoreStats, EngineCore
     from firstlight.engine.engine import Engine
     from firstlight.engine.frontend import AsyncEngine, EngineInfo
     from firstlight.engine.generation import Completion, Generation, collect
@@ -21,7 +21,6 @@ __all__ = [
     "EngineInfo",
     "EngineParts",
     "Generation",
-    "StepRecord",
     "collect",
     "load_parts",
 ]
@@ -35,7 +34,6 @@ _MODULES = {
     "EngineInfo": "frontend",
     "EngineParts": "load",
     "Generation": "generation",
-    "StepRecord": "core",
     "collect": "generation",
     "load_parts": "load",
 }

@@ -9,7 +9,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from firstlight.config import EngineConfig
 from firstlight.engine.masks import MaskWorker
 from firstlight.engine.warmup import warm_up
 from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
+from firstlight.measure.causes import StepRecord, TraceBook
+from firstlight.measure.causes.run_delay import RunDelay, threads_but
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, SchedulerStats, StepTimeModel
 from firstlight.text.grammar import GrammarCompiler
 from firstlight.types import CoreRequest, FinishReason, TokenEvent
@@ -28,26 +29,9 @@ __all__ = ["CoreStats", "EngineCore", "StepRecord"]
 
 log = logging.getLogger(__name__)
 
-NUM_STEP_RECORDS = 2048
 CLOSING_RETRY_S = 5.0
 DEFAULT_PIN_SHARE = 1 / 8
 """Of the KV blocks, what pins may hold unless the operator says otherwise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One step as it went. Times in seconds; `start_s` on the core's monotonic clock."""
-
-    step_id: int
-    start_s: float
-    rows: int
-    tokens: int
-    context: int
-    attended: int
-    predicted_s: float
-    plan_s: float
-    run_s: float
-    absorb_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +81,8 @@ class EngineCore:
         info = backend.info
         self._masks = MaskWorker(grammars) if grammars is not None else None
         self.failed: str | None = None
-        self.step_records: deque[StepRecord] = deque(maxlen=NUM_STEP_RECORDS)
+        self.traces = TraceBook()
+        """What went on with each request, and the recent steps."""
         self.step_time = StepTimeModel()
         self.limits = SchedulerLimits.of(info, config)
         self.max_pinned = _max_pinned(info, config)
@@ -126,6 +111,7 @@ class EngineCore:
         self._is_abandoned = False
         self._idle_waiters: list[Future[None]] = []
         self._last_progress_s = 0.0
+        self._run_delay = RunDelay([])
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -274,6 +260,8 @@ class EngineCore:
 
     def _serve(self) -> None:
         """Takes what is in the inbox, runs a step, again; sleeps in the inbox while nothing is open."""
+        python_ids = [thread.native_id for thread in threading.enumerate()]
+        self._run_delay = RunDelay([threading.get_native_id(), *threads_but(python_ids)])
         while not self._is_stopping:
             if not self._scheduler.has_work:
                 self._resolve_idle()
@@ -290,6 +278,7 @@ class EngineCore:
 
     def _end_service(self) -> None:
         """Runs what is left in the inbox, so that nobody waits for an answer that never comes."""
+        self._run_delay.close()
         with self._intake_lock:
             self._has_ended = True
         while not self._inbox.empty():
@@ -309,22 +298,28 @@ class EngineCore:
         if plan is None:
             if (wake_s := self._scheduler.wake_at_s) is not None:
                 self._wait_for_inbox(max(0.0, wake_s - start_s))
+            self.traces.waited(start_s, self._clock(), "batch")
             return
         if self._masks is not None:
             plan = self._masks.attach(plan)
         load = self._scheduler.planned_load
-        predicted_s = self.step_time.predict_s(load)
+        predicted_s, coefficients = self.step_time.predict_s(load), self.step_time.coefficients
+        shares, (queue_reason, held_ids) = self._scheduler.planned_shares(), self._scheduler.why_waiting()
+        used_blocks = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
         planned_s = self._clock()
         result = self._backend.run(plan)
         ran_s = self._clock()
         events = self._scheduler.absorb(result)
         if self._masks is not None and (failed := self._masks.absorb(events)):
             events = [self._failed(event, failed) for event in events]
-        self._last_progress_s = self._clock()
-        self.step_records.append(
+        last_s, self._last_progress_s = self._last_progress_s, self._clock()
+        if queue_reason:
+            self.traces.waited(start_s, self._last_progress_s, queue_reason, held_ids)
+        self.traces.stepped(
             StepRecord(
                 step_id=plan.step_id,
                 start_s=start_s,
+                end_s=self._last_progress_s,
                 rows=load.rows,
                 tokens=load.tokens,
                 context=load.context,
@@ -333,6 +328,12 @@ class EngineCore:
                 plan_s=planned_s - start_s,
                 run_s=result.run_s,
                 absorb_s=self._last_progress_s - ran_s,
+                shares=shares,
+                coefficients=coefficients,
+                machine_s=self._run_delay.since_last_s(self._last_progress_s - last_s),
+                waiting=self._scheduler.num_waiting,
+                queue_reason=queue_reason,
+                used_blocks=used_blocks,
             )
         )
         if events:
@@ -351,6 +352,7 @@ class EngineCore:
                 if self.failed is not None:
                     raise BackendError(f"the engine has failed: {self.failed}")
                 self._scheduler.add(request)
+                self.traces.taken(request.request_id, self._clock())
                 if self._masks is not None:
                     self._masks.open(request)
             except FirstlightError as error:
@@ -398,6 +400,7 @@ class EngineCore:
             return
         ended = [event.request_id for event in events if event.finish is not None]
         if ended:
+            self.traces.ended(ended, self._clock())
             if self._masks is not None:
                 self._masks.forget(ended)
             with self._intake_lock:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from firstlight.backend.base import Backend, BackendInfo
 from firstlight.config import EngineConfig
-from firstlight.engine.core import CoreStats, EngineCore, StepRecord
+from firstlight.engine.core import CoreStats, EngineCore
 from firstlight.engine.declared import declared_prefixes, prefix_requests
 from firstlight.engine.generation import Choice, Generation, Mailbox
 from firstlight.engine.grammars import Grammars
@@ -25,6 +25,7 @@ from firstlight.engine.relay import LoopRelay
 from firstlight.engine.supervisor import Supervisor, Watched
 from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError, RequestError
+from firstlight.measure.causes import StepRecord
 from firstlight.scheduler import Drafter
 from firstlight.text.params import check
 from firstlight.text.pipeline import TextPipeline
@@ -229,7 +230,7 @@ class AsyncEngine:
 
     def step_records(self) -> list[StepRecord]:
         """The most recent steps, oldest first."""
-        return list(self._started()[1].step_records)
+        return list(self._started()[1].traces.steps)
 
     async def check(self) -> None:
         """Audits every block, table and queue between two steps. Raises AssertionError saying what is broken."""
@@ -250,9 +251,17 @@ class AsyncEngine:
         return tokenizer.encode(prompt, add_special=True)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **template_args: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        stage: Callable[[str], None] | None = None,
+        **template_args: Any,
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template.
+
+        Args:
+            stage: told "template" when the text is rendered; from another thread where the text is long.
 
         Raises:
             RequestError: the model has no chat template, or it or we refuse the messages.
@@ -262,7 +271,10 @@ class AsyncEngine:
             raise RequestError("`messages`: this model has no chat template: use /v1/completions", param="messages")
 
         def encode() -> list[int]:
-            return tokenizer.encode_rendered(template.render(messages, tools=tools, **template_args))
+            rendered = template.render(messages, tools=tools, **template_args)
+            if stage is not None:
+                stage("template")
+            return tokenizer.encode_rendered(rendered)
 
         size = sum(len(str(message.get("content", ""))) for message in messages if isinstance(message, dict))
         return await self._workers.run(size, encode) if tools or size > LARGE_TEXT_CHARS else encode()
@@ -372,9 +384,15 @@ class AsyncEngine:
                     pins=tuple(pins),
                 )
             )
-        core.submit(requests)
+        traces = [core.traces.open(request.request_id, len(prompt_ids), arrival_s) for request in requests]
+        try:
+            core.submit(requests)
+        except BaseException:
+            for trace in traces:
+                core.traces.forget(trace.core_id)
+            raise
         self._choices.update((choice.core_id, choice) for choice in choices)
-        return Generation(request_id, choices, mailbox, self._abort)
+        return Generation(request_id, choices, mailbox, self._abort, traces)
 
     def _abort(self, choices: Sequence[Choice]) -> None:
         """Any thread."""

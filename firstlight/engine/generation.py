@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from firstlight.measure.causes import Trace
 from firstlight.text.pipeline import TextPipeline
 from firstlight.types import CacheReport, FinishReason, OutputDelta, SamplingParams, TokenEvent, TokenLogprob, Usage
 
@@ -157,9 +158,16 @@ class Generation(AsyncIterator[OutputDelta]):
     """
 
     def __init__(
-        self, request_id: str, choices: list[Choice], mailbox: Mailbox, abort: Callable[[Sequence[Choice]], None]
+        self,
+        request_id: str,
+        choices: list[Choice],
+        mailbox: Mailbox,
+        abort: Callable[[Sequence[Choice]], None],
+        traces: Sequence[Trace],
     ) -> None:
         self.request_id = request_id
+        self.traces = traces
+        """What the core notes of each choice."""
         self._choices = choices
         self._mailbox = mailbox
         self._abort = abort

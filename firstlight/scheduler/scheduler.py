@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firstlight.cache import KVCache
 from firstlight.errors import DeadlineError, OverloadedError, RequestError
+from firstlight.measure.causes import StepShare
 from firstlight.scheduler.admission import Admission
 from firstlight.scheduler.budget import STANDARD, PrefillBudget, promise_of
 from firstlight.scheduler.drafts import Drafter, accept
@@ -44,6 +45,11 @@ class _Step:
     states: list[RequestState]
     drafts: list[list[int]]
     num_sampled: int = 0
+    prefill_ids: set[str] = field(default_factory=set)
+    refusal: str = ""
+    """Why the first waiting request that was looked at was not admitted."""
+    held_ids: list[str] = field(default_factory=list)
+    """Waiting requests that let another compute the prefix they share."""
 
 
 class Scheduler:
@@ -102,6 +108,27 @@ class Scheduler:
         """What the step between `plan` and `absorb` computes."""
         assert self._step is not None
         return self._step.load
+
+    def planned_shares(self) -> tuple[StepShare, ...]:
+        """Whose rows are in the step between `plan` and `absorb`."""
+        step = self._step
+        assert step is not None
+        prefill_ids = step.prefill_ids
+        return tuple(
+            StepShare(row.request_id, row.start, len(row.token_ids), row.request_id in prefill_ids) for row in step.rows
+        )
+
+    def why_waiting(self) -> tuple[str, list[str]]:
+        """Why the queue is not in the planned step, and who in it waits for an equal prefix instead.
+
+        "kv", "rows" or "batch": the first one that was looked at could not be admitted; "order": other prompts fill the
+        step; "capacity": the running streams leave no time for any; "": nobody waits.
+        """
+        step = self._step
+        assert step is not None
+        if not self._waiting:
+            return "", []
+        return step.refusal or ("order" if step.prefill_ids else "capacity"), step.held_ids
 
     def validate(self, request: CoreRequest) -> None:
         """Refuses what could never be served. Reads constants only, so any thread may call it. Raises RequestError."""
@@ -300,7 +327,7 @@ class Scheduler:
         num_decodes, decodes = len(step.rows), replace(step.load)
         promise = promise_of(min((s.request.priority for s in self._decodes.values()), default=STANDARD))
         self._budget.open(decodes, now, promise)
-        candidates = self._prefill_candidates()
+        candidates = self._prefill_candidates(step)
         while True:
             is_first = len(step.rows) == num_decodes
             state = next(candidates, None) if self._budget.has_room(step.load, is_first=is_first) else None
@@ -314,16 +341,18 @@ class Scheduler:
             if state.pool is not None and state.pool.needs_every_token:
                 chunk = min(chunk, self._spare_samples(step))
             if chunk <= 0:
+                step.refusal = step.refusal or "kv"
                 continue
             self.cache.grow(state.table, start + chunk)
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
             self._add_row(step, state, state.tokens[start : start + chunk], [])
+            step.prefill_ids.add(state.id)
         is_wanted = bool(self._prefills or self._waiting)
         is_calm = len(step.rows) == num_decodes
         self._budget.close(decodes, was_starved=is_wanted and is_calm, is_calm=is_calm)
 
-    def _prefill_candidates(self) -> Iterator[RequestState]:
+    def _prefill_candidates(self, step: _Step) -> Iterator[RequestState]:
         """Running prefills and whoever can be admitted, best rank first; each is admitted when it is asked for."""
         prefills = sorted(self._prefills.values(), key=rank_of)
         waiting = self._waiting.ordered(self._served.excess) if self._waiting else []
@@ -334,9 +363,14 @@ class Scheduler:
                 continue
             state = waiting[at]
             at += 1
-            if self._awaits_equal_prefix(state) or not self._may_start(state):
+            if self._awaits_equal_prefix(state):
+                step.held_ids.append(state.id)
+                continue
+            if not self._may_start(state):
+                step.refusal = step.refusal or "batch"
                 continue
             if not self._admit(state):
+                step.refusal = step.refusal or ("rows" if self.num_running >= self.limits.max_step_rows else "kv")
                 at = len(waiting)  # nobody overtakes the one that does not fit
                 continue
             yield state

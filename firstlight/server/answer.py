@@ -80,9 +80,11 @@ class Answer:
         """
         check(self._request.params, self._engine.info.vocab_size)
         prompts = await self._encode()
+        self._record.stage("tokenise")
         if self._request.is_chat:
             self._params = await self._dialect.constrained(self._request.params, self._request.tools, prompts[0])
         await self._engine.prepare(self._params)
+        self._record.stage("grammar")
         self._record.num_prompt = sum(len(ids) for ids in prompts)
         generations = await self._submit(prompts)
         form = self._form(prompts)
@@ -99,7 +101,9 @@ class Answer:
             self._refuse_hopeless("prompt", len(prompt.encode()) if isinstance(prompt, str) else 0)
         if request.is_chat:
             messages, tools = self._dialect.prompt(request.messages, request.tools)
-            ids = await self._engine.encode_chat(messages, tools, continue_final_message=request.is_continuation)
+            ids = await self._engine.encode_chat(
+                messages, tools, stage=self._record.stage, continue_final_message=request.is_continuation
+            )
             self._pins = await self._pinned(ids, tools)
             parsers = [self._dialect.parser(request.tools, ids) for _ in range(request.params.n)]
             self._parsers = [parser for parser in parsers if parser is not None]
@@ -142,6 +146,7 @@ class Answer:
                 generations.append(
                     self._engine.generate(name, ids, params, shown_marks=marks, pins=self._pins, **options)
                 )
+                self._record.submitted(generations[-1])
         except BaseException as error:
             for generation in generations:
                 await generation.aclose()
@@ -238,6 +243,7 @@ class Answer:
                         opened.add(piece.choice)
                         frames.append(form.opening(piece.choice))
                     frames.append(self._frames(form, piece))
+                self._record.ready()
                 if any(frames):
                     await stream.write(b"".join(frames))
                 for piece in pieces:
@@ -256,6 +262,7 @@ class Answer:
         async with aclosing(self._pieces(generations)) as batches:
             async for pieces in batches:
                 for piece in pieces:
+                    self._record.ready()
                     totals[piece.choice].add(piece.text, piece.logprobs, piece.finish, piece.parts)
                     self._record.tokens(piece.choice, piece.num_tokens)
         await exchange.respond(200, form.whole(totals, self._total_usage(), self._timings()))

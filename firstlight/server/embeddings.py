@@ -66,7 +66,7 @@ class EmbeddingRoutes:
         service = self._service
         salt = service.access.tenant_salt(exchange)
         service.require_ready()
-        record = RequestRecord(service.metrics, exchange.path, exchange.request_id, exchange.arrival_s)
+        record = service.record(exchange)
         record.answer_id = answer_id = f"embd-{uuid.uuid4().hex}"
         service.open_since_s[answer_id] = exchange.arrival_s
         outcome: str | None = "internal_error"
@@ -75,6 +75,7 @@ class EmbeddingRoutes:
         try:
             ticket = service.access.quota(salt).enter()
             raw = await exchange.read_body(service.max_body_bytes, config.read_timeout_s)
+            record.stage("receive")
             request = await service.parsed(self._checked, raw)
             ticket.hold(len(request.prompts))
             watch = ClientWatch(exchange, None, keep_alive_s=config.keep_alive_s, slow_reader_s=config.slow_reader_s)
@@ -127,6 +128,7 @@ class EmbeddingRoutes:
             prompts.append(await engine.encode_prompt(prompt))
             if not prompts[-1]:
                 raise RequestError(f"`{where}` has no tokens: send at least one", param=where)
+        record.stage("tokenise")
         record.num_prompt = sum(len(ids) for ids in prompts)
         generations: list[Generation] = []
         try:
@@ -134,6 +136,7 @@ class EmbeddingRoutes:
                 generations.append(
                     engine.generate(record.answer_id, ids, _PARAMS, cache_salt=salt, pooling=request.pooling)
                 )
+                record.submitted(generations[-1])
             pooled = [await self._vector(generation, record) for generation in generations]
         except RequestError as error:
             raise RequestError(error.message.replace("`prompt`", "`input`"), param="input") from None

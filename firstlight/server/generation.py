@@ -44,7 +44,7 @@ class GenerationRoutes:
         self, exchange: Exchange, parse: Callable[[bytes], GenerationRequest], prefix: str, salt: bytes
     ) -> None:
         """Answers and records. An error before the first byte becomes its status; a later one ends the stream."""
-        record = RequestRecord(self._service.metrics, exchange.path, exchange.request_id, exchange.arrival_s)
+        record = self._service.record(exchange)
         record.answer_id = answer_id = f"{prefix}-{uuid.uuid4().hex}"
         self._service.open_since_s[answer_id] = exchange.arrival_s
         stream: EventStream | None = None
@@ -52,10 +52,12 @@ class GenerationRoutes:
         ticket: Ticket | None = None
         try:
             ticket = self._service.access.quota(salt).enter()
-            request = await self._read(exchange, parse)
+            request = await self._read(exchange, parse, record)
             ticket.hold(request.num_choices)
             record.stream = request.stream
             stream = EventStream(exchange) if request.stream else None
+            if stream is not None:
+                record.blocked_by(stream.blocked)
             answer = Answer(self._service, request, record, answer_id, salt)
             await self._watched(exchange, answer, stream, record, salt)
             outcome = None
@@ -76,9 +78,14 @@ class GenerationRoutes:
         if stream is not None:
             await stream.wait_until_dropped()
 
-    async def _read(self, exchange: Exchange, parse: Callable[[bytes], GenerationRequest]) -> GenerationRequest:
+    async def _read(
+        self, exchange: Exchange, parse: Callable[[bytes], GenerationRequest], record: RequestRecord
+    ) -> GenerationRequest:
         raw = await exchange.read_body(self._service.max_body_bytes, self._service.config.read_timeout_s)
-        return await self._service.parsed(parse, raw)
+        record.stage("receive")
+        request = await self._service.parsed(parse, raw)
+        record.stage("parse")
+        return request
 
     async def _watched(
         self, exchange: Exchange, answer: Answer, stream: EventStream | None, record: RequestRecord, salt: bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from firstlight.engine.generation import Generation
+from firstlight.measure.causes import FinishedRequest, FinishedRing, Stamps, Trace
 from firstlight.measure.log import log_event
 from firstlight.measure.metrics import Metrics
 from firstlight.types import FinishReason, Usage
@@ -12,10 +14,19 @@ __all__ = ["RequestRecord", "cache_facts"]
 
 
 class RequestRecord:
-    """Stamps and counts of one request, on the monotonic clock. Written by the task that serves it."""
+    """Stamps and counts of one request, on the monotonic clock. Written by the task that serves it.
 
-    def __init__(self, metrics: Metrics, route: str, request_id: str, arrival_s: float) -> None:
+    Args:
+        finished: gets the request when it has ended.
+    """
+
+    def __init__(self, metrics: Metrics, finished: FinishedRing, route: str, request_id: str, arrival_s: float) -> None:
         self._metrics = metrics
+        self._finished = finished
+        self._stamps = Stamps(arrival_s=arrival_s, end_s=arrival_s)
+        self._traces: list[Trace] = []
+        self._longest_gap_s = 0.0
+        self._gap_end_s: float | None = None
         self._route = route
         self._request_id = request_id
         self._arrival_s = arrival_s
@@ -30,6 +41,24 @@ class RequestRecord:
         self.usage: Usage | None = None
         metrics.opened()
 
+    def stage(self, cause: str) -> None:
+        """What was done since the last stage has this cause. Also from the thread that does the request's work."""
+        self._stamps.stages.append((cause, time.monotonic()))
+
+    def submitted(self, generation: Generation) -> None:
+        """A prompt has gone to the core."""
+        self._traces += generation.traces
+
+    def blocked_by(self, writes: list[tuple[float, float]]) -> None:
+        """The list that will hold the writes that waited for the client."""
+        self._stamps.blocked = writes
+
+    def ready(self) -> None:
+        """Output tokens are text and go out next."""
+        now_s = self._stamps.last_ready_s = time.monotonic()
+        if self.stream and self._stamps.first_ready_s is None:
+            self._stamps.first_ready_s = now_s
+
     def scheduled(self, first_scheduled_s: float) -> None:
         """The request's first choice has entered a step."""
         if self.queue_s is None:
@@ -43,10 +72,13 @@ class RequestRecord:
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
+            self._stamps.first_left_s = now_s if self.stream else None
             self._metrics.first_token(now_s - self._arrival_s)
         last_s = self._last_s.get(choice)
         if last_s is not None:
             self._metrics.tokens(now_s - last_s, num_tokens)
+            if now_s - last_s > self._longest_gap_s:
+                self._longest_gap_s, self._gap_end_s = now_s - last_s, now_s
         self._last_s[choice] = now_s
         self._num_output += num_tokens
 
@@ -80,10 +112,12 @@ class RequestRecord:
         Args:
             outcome: None where it was answered; else "client_gone", "slow_reader" or the error's code.
         """
-        e2e_s = time.monotonic() - self._arrival_s
+        self._stamps.end_s = time.monotonic()
+        e2e_s = self._stamps.end_s - self._arrival_s
         num_prompt = self.usage.prompt_tokens if self.usage else self.num_prompt
         finishes = [self._finishes[choice].value for choice in sorted(self._finishes)]
         self._metrics.closed()
+        self._finished.add(self._summary(status, outcome or ",".join(finishes)))
         if outcome is None:
             self._metrics.answered(e2e_s, num_prompt, self._num_output, finishes)
         else:
@@ -103,6 +137,25 @@ class RequestRecord:
             ttft_ms=None if self._first_s is None else (self._first_s - self._arrival_s) * 1e3,
             e2e_ms=e2e_s * 1e3,
             finish=outcome or ",".join(finishes),
+        )
+
+    def _summary(self, status: int, finish: str) -> FinishedRequest:
+        return FinishedRequest(
+            answer_id=self.answer_id,
+            request_id=self._request_id,
+            route=self._route,
+            status=status,
+            finish=finish,
+            is_stream=self.stream,
+            arrival_unix_s=time.time() - (self._stamps.end_s - self._arrival_s),
+            prompt_tokens=self.usage.prompt_tokens if self.usage else self.num_prompt,
+            cached_tokens=self.usage.cached_tokens if self.usage else 0,
+            output_tokens=self._num_output,
+            ttft_s=None if self._first_s is None else self._first_s - self._arrival_s,
+            longest_gap_s=self._longest_gap_s,
+            gap_end_s=self._gap_end_s,
+            stamps=self._stamps,
+            traces=self._traces,
         )
 
     def _count(self, outcome: str, status: int) -> None:

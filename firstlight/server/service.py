@@ -15,11 +15,14 @@ from firstlight.config import ServerConfig
 from firstlight.engine.frontend import AsyncEngine
 from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError
+from firstlight.measure.causes import FinishedRing
 from firstlight.measure.metrics import Metrics
 from firstlight.server.access import Access
+from firstlight.server.asgi import Exchange
 from firstlight.server.dialect import Dialect
 from firstlight.server.intake import Intake
 from firstlight.server.opened import OpenRequests
+from firstlight.server.record import RequestRecord
 from firstlight.text.tokenizer import Tokenizer
 
 __all__ = ["BIG_TEXT_BYTES", "Service", "package_version"]
@@ -48,6 +51,13 @@ class Service:
         self.open = OpenRequests()
         self.open_since_s: dict[str, float] = {}
         """Arrival of every generation request that is being answered, by answer id."""
+
+        self.finished = FinishedRing(config.slow_ttft_ms / 1e3, config.slow_gap_ms / 1e3)
+        """What the last requests waited for."""
+
+    def record(self, exchange: Exchange) -> RequestRecord:
+        """The record of a request that has just come in. Only once the engine is ready."""
+        return RequestRecord(self.metrics, self.finished, exchange.path, exchange.request_id, exchange.arrival_s)
 
     @property
     def has_debug_routes(self) -> bool:

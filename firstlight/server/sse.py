@@ -23,6 +23,9 @@ _EVENT_STREAM_HEADERS = [
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LINGER_S = 10.0
 """How long a stream that was ended for not being read may take to fetch the reason before its connection is cut."""
+BLOCKED_S = 0.001
+"""A write that found room in the socket took a small part of this."""
+MAX_BLOCKED = 4096
 
 
 class SlowReader(FirstlightError):
@@ -44,6 +47,8 @@ class EventStream:
         """The client did not read, so the connection is being dropped."""
         self.blocked_since_s: float | None = None
         """Since when a write has been waiting for the client to read."""
+        self.blocked: list[tuple[float, float]] = []
+        """The writes that waited, from and until when; at most MAX_BLOCKED of them."""
 
     @property
     def started(self) -> bool:
@@ -53,7 +58,7 @@ class EventStream:
     async def write(self, frames: bytes, *, is_last: bool = False) -> None:
         """Sends `frames` in one write. Waits while the client has not read what was sent before."""
         async with self._lock:
-            self.blocked_since_s = time.monotonic()
+            start_s = self.blocked_since_s = time.monotonic()
             try:
                 if self._exchange.status is None:
                     self._exchange.status = 200
@@ -62,8 +67,10 @@ class EventStream:
                 self._exchange.is_complete = is_last
                 await self._exchange.send({"type": "http.response.body", "body": frames, "more_body": not is_last})
             finally:
-                self.last_write_s = time.monotonic()
+                end_s = self.last_write_s = time.monotonic()
                 self.blocked_since_s = None
+                if end_s - start_s > BLOCKED_S and len(self.blocked) < MAX_BLOCKED:
+                    self.blocked.append((start_s, end_s))
 
     async def keep_alive(self) -> None:
         """Sends a comment, unless something else is being sent."""

@@ -139,7 +139,7 @@ def test_core_step_records_say_what_ran() -> None:
     core = started(listener)
     core.submit([request("r", [1] * 20, 3)])
     listener.finish("r")
-    records = list(core.step_records)
+    records = list(core.traces.steps)
     assert [record.tokens for record in records] == [20, 1, 1]
     assert [record.step_id for record in records] == [1, 2, 3]
     assert all(min(r.plan_s, r.run_s, r.absorb_s, r.predicted_s) > 0 for r in records)
