@@ -211,6 +211,16 @@ class KVCache:
         """Ends the pins that would end first, for a request that nothing else can make room for; False without any."""
         return self._pins.give_up()
 
+    # -- looking on -----------------------------------------------------------------------------------------------
+
+    def owners(self) -> bytes:
+        """One byte per block: 0 free, 1 free but found by its key, 2 held by requests, 3 pinned. Any thread."""
+        pool = self.pool
+        owners = bytearray(2 if pool.refs(b) else pool.key(b) is not None for b in range(pool.num_blocks))
+        for block in self._pins.table():
+            owners[block] = 3
+        return bytes(owners)
+
     def stats(self) -> CacheStats:
         """Counters as of now; may be called from any thread."""
         return CacheStats(

@@ -150,7 +150,8 @@ def _add_option(
         return
     choices = field.metadata.get("choices", ())
     metavar = "|".join(choices) if choices else _metavar(hint, field.metadata.get("unit", ""))
-    group.add_argument(flag, metavar=metavar, help=text, type=_converter(flag, hint, choices))
+    spellings = (flag, "-o") if field.name == "output" else (flag,)
+    group.add_argument(*spellings, metavar=metavar, help=text, type=_converter(flag, hint, choices))
 
 
 def describe(field: dataclasses.Field[Any]) -> str:

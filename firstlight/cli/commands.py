@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from firstlight.cli.arguments import Command
 from firstlight.config import EngineConfig, ServerConfig, option
 
-__all__ = ["COMMANDS", "BenchConfig", "ChatConfig", "DoctorConfig", "PullConfig"]
+__all__ = ["COMMANDS", "BenchConfig", "ChatConfig", "DoctorConfig", "ExplainConfig", "PullConfig", "TraceConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,30 @@ class DoctorConfig:
     json: str = option("", "write everything to this file", "FILE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainConfig:
+    """Which request to explain."""
+
+    id: str = option("", "its answer's id or X-Request-Id; without one, the last that ended")
+    slowest: int = option(0, "explain so many of the slowest instead", "requests")
+    last: bool = option(False, "explain the last that ended (what is done anyway)")
+    by: str = option("e2e", "what makes one slow", choices=("e2e", "ttft", "gap"))
+    url: str = option("http://127.0.0.1:8000", "server that served it")
+    api_key: str = option("", "key that the server wants")
+    trace_file: str = option("", "read this file of `firstlight trace` instead of a server", "FILE")
+    json: bool = option(False, "print what was found as JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """What to record."""
+
+    seconds: float = option(5.0, "how long to record, at most 60", "s")
+    output: str = option("trace.json", "file to write", "FILE")
+    url: str = option("http://127.0.0.1:8000", "server to record")
+    api_key: str = option("", "key that the server wants")
+
+
 COMMANDS = (
     Command(
         "serve",
@@ -108,6 +132,19 @@ COMMANDS = (
         "firstlight.cli.doctor:run",
         (DoctorConfig,),
         "model",
+    ),
+    Command(
+        "explain",
+        "Says where a request's time went, and what to change.",
+        "firstlight.cli.explain:run",
+        (ExplainConfig,),
+        "id",
+    ),
+    Command(
+        "trace",
+        "Records a server's steps and requests for Perfetto.",
+        "firstlight.cli.trace:run",
+        (TraceConfig,),
     ),
     Command("version", "Says which version this is.", "firstlight.cli.version:run"),
 )

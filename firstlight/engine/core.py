@@ -30,6 +30,8 @@ __all__ = ["CoreStats", "EngineCore", "StepRecord"]
 log = logging.getLogger(__name__)
 
 CLOSING_RETRY_S = 5.0
+IDLE_S = 0.001
+"""Between steps that follow each other passes less."""
 DEFAULT_PIN_SHARE = 1 / 8
 """Of the KV blocks, what pins may hold unless the operator says otherwise."""
 
@@ -191,6 +193,10 @@ class EngineCore:
             scheduler=self._scheduler.stats.copy(),
         )
 
+    def block_owners(self) -> bytes:
+        """One byte per KV block, as `KVCache.owners` gives them."""
+        return self._scheduler.cache.owners()
+
     def check(self) -> Future[None]:
         """Audits scheduler and cache between two steps; the future carries an AssertionError saying what is broken."""
         done: Future[None] = Future()
@@ -292,6 +298,8 @@ class EngineCore:
     def _step(self) -> None:
         """One plan, run, absorb. Without a plan it waits for the inbox, at most until a batch is due to start."""
         start_s = self._clock()
+        if start_s - self._last_progress_s > IDLE_S:
+            self._run_delay.since_last_s(0.0)  # what threads waited for while nothing ran is no step's
         if expired := self._scheduler.drop_expired():
             self._emit(expired)
         plan = self._scheduler.plan()
@@ -312,7 +320,7 @@ class EngineCore:
         events = self._scheduler.absorb(result)
         if self._masks is not None and (failed := self._masks.absorb(events)):
             events = [self._failed(event, failed) for event in events]
-        last_s, self._last_progress_s = self._last_progress_s, self._clock()
+        self._last_progress_s = self._clock()
         if queue_reason:
             self.traces.waited(start_s, self._last_progress_s, queue_reason, held_ids)
         self.traces.stepped(
@@ -330,7 +338,7 @@ class EngineCore:
                 absorb_s=self._last_progress_s - ran_s,
                 shares=shares,
                 coefficients=coefficients,
-                machine_s=self._run_delay.since_last_s(self._last_progress_s - last_s),
+                machine_s=self._run_delay.since_last_s(self._last_progress_s - start_s),
                 waiting=self._scheduler.num_waiting,
                 queue_reason=queue_reason,
                 used_blocks=used_blocks,

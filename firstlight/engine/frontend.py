@@ -232,6 +232,10 @@ class AsyncEngine:
         """The most recent steps, oldest first."""
         return list(self._started()[1].traces.steps)
 
+    def block_owners(self) -> bytes:
+        """One byte per KV block: 0 free, 1 free but cached, 2 held by requests, 3 pinned. A glance, not a snapshot."""
+        return self._started()[1].block_owners()
+
     async def check(self) -> None:
         """Audits every block, table and queue between two steps. Raises AssertionError saying what is broken."""
         await asyncio.wrap_future(self._started()[1].check())

@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from firstlight.measure.live import LiveWindow
+
 __all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -74,6 +76,8 @@ class Metrics:
 
     def __init__(self, model_name: str, version: str) -> None:
         self._registry = CollectorRegistry()
+        self.live = LiveWindow()
+        """The last minute, for who looks on."""
         self._model_name = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first output token leaving the server")
         self._itl = self._histogram("inter_token_latency_seconds", "One gap between output tokens of a stream")

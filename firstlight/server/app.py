@@ -11,6 +11,7 @@ from firstlight.engine.frontend import AsyncEngine
 from firstlight.errors import BackendError, FirstlightError, NotFoundError, RequestError
 from firstlight.measure.log import log_event
 from firstlight.server.asgi import ClientGone, Exchange, Receive, Scope, Send
+from firstlight.server.debug import REQUEST_PREFIX, DebugRoutes
 from firstlight.server.embeddings import EmbeddingRoutes
 from firstlight.server.generation import GenerationRoutes
 from firstlight.server.operations import MODEL_PREFIX, OperationRoutes
@@ -43,6 +44,7 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         generation = GenerationRoutes(service)
+        debug = DebugRoutes(service)
         operations = OperationRoutes(service, _LISTING.format(version=package_version()))
         self._routes: dict[str, dict[str, Route]] = {
             "/": {"GET": operations.index},
@@ -57,10 +59,17 @@ class App:
             "/ready": {"GET": operations.ready},
             "/metrics": {"GET": operations.metrics},
             "/debug/check": {"GET": operations.check},
+            "/debug/requests": {"GET": debug.requests},
+            "/debug/steps": {"GET": debug.steps},
+            "/debug/trace": {"GET": debug.trace},
+            "/debug/live": {"GET": debug.live},
             "/openapi.json": {"GET": operations.openapi},
             "/version": {"GET": operations.version},
         }
-        self._model_route: dict[str, Route] = {"GET": operations.model}
+        self._by_prefix: dict[str, dict[str, Route]] = {
+            MODEL_PREFIX: {"GET": operations.model},
+            REQUEST_PREFIX: {"GET": debug.request},
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one exchange, or the lifespan protocol."""
@@ -101,8 +110,8 @@ class App:
             exchange.base_headers.append((b"x-request-id", exchange.request_id.encode()))
         self.service.access.admit_origin(exchange)
         routes = self._routes.get(exchange.path)
-        if routes is None and exchange.path.startswith(MODEL_PREFIX):
-            routes = self._model_route
+        if routes is None:
+            routes = next((r for prefix, r in self._by_prefix.items() if exchange.path.startswith(prefix)), None)
         if routes is None:
             raise NotFoundError(f"{exchange.method} {exchange.path[:128]} is not a route here: GET / lists them")
         if exchange.method == "OPTIONS":
@@ -144,6 +153,10 @@ GET  /health                200 while the process is alive
 GET  /ready                 200 while requests are taken and make progress
 GET  /metrics               Prometheus text
 GET  /debug/check           audit of the KV blocks
+GET  /debug/requests        finished requests and where their time went; /debug/requests/ID for one
+GET  /debug/steps           the most recent steps
+GET  /debug/trace           ?seconds=5: steps and requests as Perfetto opens them
+GET  /debug/live            the last minute in figures
 GET  /openapi.json          this API as an OpenAPI document
 GET  /version               the package's version
 """

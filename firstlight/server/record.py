@@ -74,11 +74,13 @@ class RequestRecord:
             self._first_s = now_s
             self._stamps.first_left_s = now_s if self.stream else None
             self._metrics.first_token(now_s - self._arrival_s)
+            self._metrics.live.first_token(now_s, now_s - self._arrival_s)
         last_s = self._last_s.get(choice)
         if last_s is not None:
             self._metrics.tokens(now_s - last_s, num_tokens)
             if now_s - last_s > self._longest_gap_s:
                 self._longest_gap_s, self._gap_end_s = now_s - last_s, now_s
+        self._metrics.live.tokens(now_s, num_tokens, None if last_s is None else now_s - last_s)
         self._last_s[choice] = now_s
         self._num_output += num_tokens
 
@@ -155,8 +157,13 @@ class RequestRecord:
             longest_gap_s=self._longest_gap_s,
             gap_end_s=self._gap_end_s,
             stamps=self._stamps,
+            cache_miss=self._cache_miss(),
             traces=self._traces,
         )
+
+    def _cache_miss(self) -> tuple[int, str] | None:
+        report = self.usage.cache if self.usage is not None else None
+        return None if report is None or report.miss is None else (report.miss.first_token, report.miss.reason)
 
     def _count(self, outcome: str, status: int) -> None:
         if outcome == "client_gone":

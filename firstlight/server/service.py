@@ -46,6 +46,7 @@ class Service:
         self.config = config
         self.access = Access(config)
         self.created = int(time.time())
+        self.start_s = time.monotonic()
         self.max_body_bytes = int(config.max_body_mb * 1e6)
         self._threads = SizeOrderedPool(_NUM_PARSE_THREADS, "firstlight-parse")
         self.open = OpenRequests()

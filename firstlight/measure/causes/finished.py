@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from firstlight.measure.causes.book import Trace
@@ -40,7 +40,9 @@ class FinishedRequest:
     """The longest time between two writes with tokens of one choice."""
     gap_end_s: float | None
     stamps: Stamps
-    traces: list[Trace]
+    cache_miss: tuple[int, str] | None = None
+    """The first token of a block that was not found in the prefix cache, and why; None where all were, or unknown."""
+    traces: list[Trace] = field(default_factory=list)
     """One per choice."""
 
     @property
@@ -74,9 +76,11 @@ class FinishedRing:
         self._slow_gap_s = slow_gap_s
         self._recent = _Ring(NUM_RECENT)
         self._slow = _Ring(NUM_SLOW)
+        self.num_added = 0
 
     def add(self, request: FinishedRequest) -> None:
         """Keeps the request, and forgets the oldest that are too many."""
+        self.num_added += 1
         self._recent.add(request)
         if self.is_slow(request):
             self._slow.add(request)
