@@ -45,6 +45,12 @@ class EngineConfig:
         "which cached blocks are kept when memory is short: docs/caching.md compares them",
         choices=("lru", "lfu", "s3fifo", "gdsf", "conversation"),
     )
+    host_cache_mb: int = option(0, "host memory for KV blocks that were evicted; 0 = none", "MB")
+    disk_cache: str = option("", "directory for KV blocks that host memory has no room for; they survive a restart")
+    disk_cache_mb: int = option(4096, "what the directory may hold", "MB")
+    audit_share: float = option(
+        0.01, "share of idle time in which cached blocks are computed again and compared; 0 = none"
+    )
     itl_slo_ms: float = option(
         0.0, "longest gap between tokens a step may cause; 0 = a multiple of this machine's decode step", "ms"
     )

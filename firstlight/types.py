@@ -97,6 +97,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the prefix cache did for one request's prompt; token counts."""
 
     hit_tokens: int
+    loaded_tokens: int = 0
+    """Among them, those that were brought back from host memory or disk for this request."""
     miss: CacheMiss | None = None
     """None where every full block was cached."""
     pinned_tokens: int = 0

@@ -48,7 +48,8 @@ class Backend(Protocol):
         """
 
     def read_blocks(self, block_ids: list[int]) -> bytes:
-        """The KV bytes of the blocks, `kv_bytes_per_block` each, in order."""
+        """The KV bytes of the blocks, `kv_bytes_per_block` each, in order. Another thread may ask for blocks that no
+        running step writes."""
 
     def write_blocks(self, block_ids: list[int], data: bytes) -> None:
         """Puts bytes from `read_blocks` into blocks. Raises BackendError on a wrong size."""

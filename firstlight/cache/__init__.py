@@ -5,6 +5,7 @@ from firstlight.cache.kv import BlockTable, CacheStats, KVCache
 from firstlight.cache.policies import make_policy
 from firstlight.cache.pool import BlockPool
 from firstlight.cache.prefix import PrefixChain, PrefixIndex
+from firstlight.cache.tiering import LoadTicket
 
 __all__ = [
     "POLICIES",
@@ -13,6 +14,7 @@ __all__ = [
     "CacheStats",
     "EvictionPolicy",
     "KVCache",
+    "LoadTicket",
     "PrefixChain",
     "PrefixIndex",
     "make_policy",

@@ -6,12 +6,15 @@ Knows block ids and token ids; decides nothing: when the pool is full it says so
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from firstlight.cache.audit import AuditSamples
 from firstlight.cache.eviction import EvictionPolicy
 from firstlight.cache.pins import Pins
 from firstlight.cache.pool import BlockPool
 from firstlight.cache.prefix import PrefixChain, PrefixIndex
+from firstlight.cache.tiering import Tiering
+from firstlight.cache.tiers import BlockBytes, TierCounts, Tiers
 from firstlight.types import CacheMiss
 
 __all__ = ["BlockTable", "CacheStats", "KVCache"]
@@ -31,6 +34,11 @@ class CacheStats:
     evictions: int
     pinned_blocks: int = 0
     pins_yielded: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    tiers: dict[str, TierCounts] = field(default_factory=dict)
+    audits: int = 0
+    audit_mismatches: int = 0
 
 
 class BlockTable:
@@ -72,8 +80,9 @@ class KVCache:
         self.block_size = block_size
         self._index = PrefixIndex(self.pool, fingerprint, declared) if prefix_cache else None
         self._pins = Pins(self.pool, max_pinned)
-        if self._index is not None:
-            self.pool.on_evict = self._index.evicted
+        self.tiering: Tiering | None = None
+        self.audits = AuditSamples()
+        self.pool.on_evict = self._evicted
         self._lookups = self._hits = self._lookup_tokens = self._hit_tokens = 0
 
     @property
@@ -137,6 +146,8 @@ class KVCache:
         self._hit_tokens += cached
         if self._index is not None and table.chain is not None:
             self.pool.policy.arrived(table.owner, table.chain.keys)
+        if hits and table.chain is not None:
+            self.audits.add(table.chain, len(hits))
         self.pool.lock(hits)
         table.blocks = list(hits)
         table.num_published = len(hits)
@@ -171,7 +182,7 @@ class KVCache:
         if self._index is not None and table.chain is not None:
             table.chain.extend(tokens, full)
             for i in range(table.num_published, full):
-                self._index.insert(table.chain, i, table.blocks[i])
+                self._index.insert(table.chain, i, table.blocks[i], table.owner)
         table.num_published = full
 
     def release(self, table: BlockTable) -> None:
@@ -221,8 +232,69 @@ class KVCache:
             owners[block] = 3
         return bytes(owners)
 
+    # -- tiers ----------------------------------------------------------------------------------------------------
+
+    def attach(self, tiers: Tiers, source: BlockBytes, reserve: int) -> None:
+        """Has evicted blocks kept in `tiers`; `reserve`: blocks that one step can take."""
+        assert self._index is not None, "tiers need the prefix cache"
+        self.tiering = Tiering(self.pool, self._index, tiers, source, reserve)
+
+    def _evicted(self, block: int, key: bytes) -> None:
+        if self.tiering is not None:
+            self.tiering.spill(block)
+        if self._index is not None:
+            self._index.evicted(block, key)
+
+    def spill_ahead(self) -> None:
+        """From the watermark on, moves down what would be evicted next, beside the steps. Call it between two."""
+        if self.tiering is not None:
+            self.tiering.spill_ahead()
+
+    @property
+    def num_moving(self) -> int:
+        """Blocks on their way to or from a tier."""
+        return self.tiering.num_held if self.tiering is not None else 0
+
+    def close(self, *, keep: bool = True) -> None:
+        """Ends the tiers' thread, with `keep` after what is cached has gone to the disk tier. Idempotent."""
+        if self.tiering is not None:
+            self.tiering.close(keep=keep)
+            self.tiering = None
+
+    # -- audit ----------------------------------------------------------------------------------------------------
+
+    def sampled(self, chain: PrefixChain, i: int) -> list[int] | None:
+        """The blocks 0..i of a chain that was hit, if all are still cached."""
+        assert self._index is not None
+        blocks = self._index.match(chain, i + 1)
+        return blocks if len(blocks) == i + 1 else None
+
+    def origin(self, block: int) -> str:
+        """Where a cached block's bytes came from."""
+        assert self._index is not None
+        return self._index.origin(block)
+
+    def drop(self, block: int) -> int:
+        """Forgets a wrong block and everything computed on top of it, in every tier.
+
+        Returns: how many blocks of the pool that were.
+        """
+        assert self._index is not None
+        key = self.pool.key(block)
+        assert key is not None
+        blocks = [block, *self._index.descendants(key)]
+        keys = [self.pool.key(one) or b"" for one in blocks]
+        for one, own in zip(blocks, keys, strict=True):
+            self._pins.forget(one)
+            self._index.evicted(one, own)
+            self.pool.forget(one)
+        if self.tiering is not None:
+            self.tiering.tiers.remove(keys)
+        return len(blocks)
+
     def stats(self) -> CacheStats:
         """Counters as of now; may be called from any thread."""
+        tiers = self.tiering.tiers if self.tiering is not None else None
         return CacheStats(
             num_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_free,
@@ -234,12 +306,18 @@ class KVCache:
             evictions=self.pool.num_evictions,
             pinned_blocks=self._pins.num_blocks,
             pins_yielded=self._pins.num_yielded,
+            host_blocks=tiers.num_host if tiers else 0,
+            disk_blocks=tiers.num_disk if tiers else 0,
+            tiers={name: replace(counts) for name, counts in tiers.counts.items()} if tiers else {},
+            audits=self.audits.num_done,
+            audit_mismatches=self.audits.num_wrong,
         )
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Audits pool, tables and claims; `tables` is every table that exists. Raises AssertionError."""
         tables = list(tables)
-        self.pool.check([*(table.blocks for table in tables), self._pins.table()])
+        moving = self.tiering.tables() if self.tiering is not None else ()
+        self.pool.check([*(table.blocks for table in tables), self._pins.table(), *moving])
         assert self._pins.num_blocks <= self._pins.max_blocks, "more blocks are pinned than the quota allows"
         if self._index is not None:
             self._index.check({table.owner for table in tables if table.claimed})

@@ -36,12 +36,18 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
+        self._num_free_named = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, those with a key included."""
         return len(self._free)
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks without a key: they can be used without an eviction."""
+        return len(self._free) - self._num_free_named
 
     @property
     def num_cached(self) -> int:
@@ -77,6 +83,10 @@ class BlockPool:
             taken.append(block)
         return taken
 
+    def next_victim(self) -> int | None:
+        """The free block that would be evicted next, once no free one is without a key; None without any."""
+        return self._tree.victim() if self._num_free_named else None
+
     def _evict(self) -> int:
         """Drops the key of the free block that the policy chooses; no free block is without one."""
         block = self._tree.victim()
@@ -96,6 +106,7 @@ class BlockPool:
         del self._by_key[key]
         self._tree.remove(block, is_free=self._refs[block] == 0)
         if block in self._free:
+            self._num_free_named -= 1
             self._free.move_to_end(block, last=False)
 
     def lock(self, blocks: Iterable[int]) -> None:
@@ -104,6 +115,7 @@ class BlockPool:
             was_free = self._refs[block] == 0
             if was_free:
                 del self._free[block]
+                self._num_free_named -= self._keys[block] is not None
             self._refs[block] += 1
             if self._keys[block] is not None:
                 self._tree.lock(block, was_free=was_free)
@@ -121,6 +133,7 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
                 else:
+                    self._num_free_named += 1
                     self._tree.free(block)
 
     def name(self, block: int, key: bytes, parent: bytes | None = None) -> bool:
@@ -152,6 +165,7 @@ class BlockPool:
             assert key is None or self._by_key.get(key) == block, f"block {block} is not found by its own key"
         is_named = [self._keys[block] is not None for block in self._free]
         assert is_named == sorted(is_named), "a free block with a key stands before one without"
+        assert sum(is_named) == self._num_free_named, "free blocks with a key are counted wrong"
         self._tree.check({block for block in self._free if self._keys[block] is not None})
         named = sum(key is not None for key in self._keys)
         assert named == len(self._by_key), f"{named} blocks carry a key, {len(self._by_key)} keys are found"

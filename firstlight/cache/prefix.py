@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from firstlight.cache.pool import BlockPool
+from firstlight.cache.tiers.record import BlockRecord
 from firstlight.types import CacheMiss
 
 __all__ = ["PrefixChain", "PrefixIndex"]
@@ -91,6 +92,9 @@ class PrefixIndex:
         self._declared = _Declared(self._root(b""), tuple(self._blocks_of(prefix) for prefix in declared))
         self._contents: list[bytes] = [b""] * pool.num_blocks
         self._parents: list[bytes] = [b""] * pool.num_blocks
+        self._before: list[bytes] = [b""] * pool.num_blocks
+        """Per block the key of the one it was computed on top of; empty for a first one."""
+        self._origins: list[str] = [""] * pool.num_blocks
         self._children: dict[bytes, dict[int, None]] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._claims: dict[bytes, str] = {}
@@ -134,11 +138,16 @@ class PrefixIndex:
         equal = max(_num_equal(content, self._contents[block]) for block in siblings)
         return CacheMiss(first_token=first + equal, reason="diverged")
 
-    def insert(self, chain: PrefixChain, i: int, block: int) -> None:
-        """Makes `block` findable as the i-th of the chain, unless an equal one is; drops the claim on it."""
+    def insert(self, chain: PrefixChain, i: int, block: int, origin: str) -> None:
+        """Makes `block` findable as the i-th of the chain, unless an equal one is; drops the claim on it.
+
+        Args:
+            origin: who computed it, or which tier it came from: for the log, should it ever be found wrong.
+        """
         key, parent = chain.keys[i], chain.parents[i]
         if self._pool.name(block, key, chain.keys[i - 1] if i else None):
             self._contents[block], self._parents[block] = chain.contents[i], parent
+            self._before[block], self._origins[block] = chain.keys[i - 1] if i else b"", origin
             self._children.setdefault(parent, {})[block] = None
             self._ghosts.pop(key, None)
         self._claims.pop(key, None)
@@ -153,13 +162,34 @@ class PrefixIndex:
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
-    def descendants(self, key: bytes) -> Iterator[int]:
-        """Blocks that were computed on top of the block with this key, nearest first."""
-        for block in list(self._children.get(key, ())):
-            yield block
-            below = self._pool.key(block)
-            if below is not None:
-                yield from self.descendants(below)
+    def record(self, block: int) -> BlockRecord:
+        """What a block with a key holds, its KV bytes aside."""
+        key = self._pool.key(block)
+        assert key is not None
+        return BlockRecord(key, self._before[block], self._contents[block])
+
+    def origin(self, block: int) -> str:
+        """Where the block's bytes came from."""
+        return self._origins[block]
+
+    def cached_blocks(self) -> list[int]:
+        """Every block with a key, each after the one it stands on. Cost: O(cached blocks)."""
+        return list(self._standing_on(b""))
+
+    def descendants(self, key: bytes) -> list[int]:
+        """Blocks that were computed on top of the block with this key, nearest first. Cost: O(blocks)."""
+        return list(self._standing_on(key))
+
+    def _standing_on(self, key: bytes) -> Iterator[int]:
+        above: dict[bytes, list[int]] = {}
+        for siblings in self._children.values():
+            for block in siblings:
+                above.setdefault(self._before[block], []).append(block)
+        queue = [key]
+        for one in queue:
+            for block in above.get(one, ()):
+                yield block
+                queue.append(self._pool.key(block) or b"")
 
     def claim(self, keys: list[bytes], owner: str) -> None:
         """Notes that `owner` is computing the blocks with these keys; the first claim on a key stands."""

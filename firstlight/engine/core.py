@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from firstlight.backend.base import Backend, BackendInfo
 from firstlight.cache import CacheStats, KVCache, make_policy
 from firstlight.config import EngineConfig
+from firstlight.engine.auditor import Auditor
 from firstlight.engine.masks import MaskWorker
+from firstlight.engine.tiers import attach_tiers
 from firstlight.engine.warmup import warm_up
 from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
 from firstlight.measure.causes import StepRecord, TraceBook
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 CLOSING_RETRY_S = 5.0
 IDLE_S = 0.001
 """Between steps that follow each other passes less."""
+LOAD_WAIT_S = 0.1
+"""The tiers' thread wakes the core when a load has been read; this is for batches and deadlines that are due."""
 DEFAULT_PIN_SHARE = 1 / 8
 """Of the KV blocks, what pins may hold unless the operator says otherwise."""
 
@@ -98,6 +102,9 @@ class EngineCore:
             declared=declared,
             policy=make_policy(config.eviction, info.num_blocks),
         )
+        attach_tiers(cache, backend, config, self.limits, on_read=self._wake)
+        self._cache = cache
+        self._auditor = Auditor(backend, cache, config.audit_share, self.limits.max_step_tokens, clock)
         self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
         self._backend = backend
         self._on_events = on_events
@@ -235,6 +242,7 @@ class EngineCore:
             self._end_service()
         if self._masks is not None:
             self._masks.close()
+        self._cache.close(keep=self.failed is None)
         self._backend.close()
 
     def abandon(self, message: str) -> None:
@@ -271,8 +279,7 @@ class EngineCore:
         while not self._is_stopping:
             if not self._scheduler.has_work:
                 self._resolve_idle()
-                if self._inbox.empty():
-                    self._inbox.get()()
+                self._await_work()
             while not self._inbox.empty():  # this thread is the only one that takes
                 self._inbox.get_nowait()()
             try:
@@ -281,6 +288,29 @@ class EngineCore:
                 self._fail(error)
 
         self._end_service()
+
+    def _await_work(self) -> None:
+        """Sleeps until something is in the inbox; audits cached blocks meanwhile, a little of the time."""
+        idle_since_s = self._clock()
+        while self._inbox.empty() and not self._is_stopping:
+            self._cache.spill_ahead()
+            wait_s = self._auditor.wait_s(idle_since_s) if self.failed is None else None
+            if wait_s is None:
+                self._inbox.get()()
+                return
+            try:
+                self._inbox.get(timeout=wait_s)()
+                return
+            except queue.Empty:
+                pass
+            try:
+                self._auditor.audit()
+            except Exception as error:
+                self._fail(error)
+
+    def _wake(self) -> None:
+        """Has the core's thread look again; any thread."""
+        self._inbox.put(_nothing)
 
     def _end_service(self) -> None:
         """Runs what is left in the inbox, so that nobody waits for an answer that never comes."""
@@ -304,7 +334,9 @@ class EngineCore:
             self._emit(expired)
         plan = self._scheduler.plan()
         if plan is None:
-            if (wake_s := self._scheduler.wake_at_s) is not None:
+            if self._scheduler.is_loading:
+                self._wait_for_inbox(LOAD_WAIT_S)
+            elif (wake_s := self._scheduler.wake_at_s) is not None:
                 self._wait_for_inbox(max(0.0, wake_s - start_s))
             self.traces.waited(start_s, self._clock(), "batch")
             return
@@ -346,6 +378,7 @@ class EngineCore:
         )
         if events:
             self._emit(events)
+        self._cache.spill_ahead()
 
     def _wait_for_inbox(self, seconds: float) -> None:
         try:
@@ -414,6 +447,10 @@ class EngineCore:
             with self._intake_lock:
                 self._open_ids.difference_update(ended)
         self._on_events(events)
+
+
+def _nothing() -> None:
+    """What the inbox gets where there is only something to look at."""
 
 
 def _max_pinned(info: BackendInfo, config: EngineConfig) -> int:

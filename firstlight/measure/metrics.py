@@ -41,6 +41,20 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "prefix_cache_evictions": ("counter", "Cached blocks that made room for others"),
     "prefix_cache_pinned_blocks": ("gauge", "Cached blocks that are pinned"),
     "prefix_cache_pins_yielded": ("counter", "Pins given up early for a request that had no room otherwise"),
+    **{
+        f"{tier}_cache_{name}": (kind, f"{text} ({tier} tier)")
+        for tier in ("host", "disk")
+        for name, kind, text in (
+            ("blocks", "gauge", "Evicted KV blocks that are kept"),
+            ("stored_blocks", "counter", "KV blocks that were stored"),
+            ("loaded_blocks", "counter", "KV blocks that were brought back"),
+            ("corrupt_blocks", "counter", "KV blocks that failed their checksum: misses"),
+            ("foreign_blocks", "counter", "KV blocks of other weights, layouts or tokens: misses"),
+            ("dropped_blocks", "counter", "KV blocks that could not be written or read"),
+        )
+    },
+    "cache_audits": ("counter", "Cached KV blocks that were computed again and compared"),
+    "cache_audit_mismatches": ("counter", "Cached KV blocks that were not equal to the bit: must stay 0"),
 }
 """Names (without the `firstlight_` prefix and the `_total` suffix), kinds and help of what `watch` may give."""
 

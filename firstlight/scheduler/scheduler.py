@@ -19,6 +19,7 @@ from firstlight.scheduler.drafts import Drafter, accept
 from firstlight.scheduler.fairness import ServedTokens
 from firstlight.scheduler.forecast import Backlog, wait_s
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
+from firstlight.scheduler.loading import Loading
 from firstlight.scheduler.modes import BatchGate
 from firstlight.scheduler.state import RequestState, Status
 from firstlight.scheduler.steptime import StepLoad, StepTimeModel
@@ -87,6 +88,7 @@ class Scheduler:
         self._admission = Admission(cache, limits)
         self._gate = BatchGate(limits)
         self._served = ServedTokens()
+        self._loading = Loading(cache, step_time)
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
@@ -246,6 +248,11 @@ class Scheduler:
         return events
 
     @property
+    def is_loading(self) -> bool:
+        """After a `plan` of None: blocks are on their way up, and who loads them will say when to plan again."""
+        return self._loading.is_loading
+
+    @property
     def wake_at_s(self) -> float | None:
         """After a `plan` of None with requests open: when to plan again, unless something comes in before."""
         times = [t for t in (self._gate.wake_at_s, self._waiting.next_deadline_s()) if t is not None]
@@ -260,6 +267,7 @@ class Scheduler:
             return None
         now = self._clock()
         self.cache.expire_pins(now)
+        self._loading.collect()
         self._open_gate(now)
         while True:
             step = _Step(StepLoad(), [], [], [])
@@ -369,6 +377,9 @@ class Scheduler:
             if not self._may_start(state):
                 step.refusal = step.refusal or "batch"
                 continue
+            if self._awaits_load(state):
+                step.held_ids.append(state.id)
+                continue
             if not self._admit(state):
                 step.refusal = step.refusal or ("rows" if self.num_running >= self.limits.max_step_rows else "kv")
                 at = len(waiting)  # nobody overtakes the one that does not fit
@@ -387,23 +398,34 @@ class Scheduler:
         owner = self._prefills.get((key and self.cache.claimant(key)) or "")
         return owner is not None and owner.request.priority <= state.request.priority
 
-    def _admit(self, state: RequestState) -> bool:
-        """Starts a waiting request on its cached prefix; False when rows or blocks do not suffice.
+    def _awaits_load(self, state: RequestState) -> bool:
+        """True while a tier brings blocks that this request, which has room otherwise, needs next."""
+        if self.cache.tiering is None:
+            return False
+        has_room = state.is_loading or self._has_room(state, self.cache.peek(state.table, state.tokens))
+        return self._loading.awaits(state, has_room=has_room)
 
-        It must be able to run to its predicted end without taking blocks that running requests will need to theirs.
-        """
+    def _has_room(self, state: RequestState, hits: list[int]) -> bool:
+        """Whether rows and blocks suffice: it must be able to run to its predicted end without taking blocks that
+        running requests will need to theirs."""
         if self.num_running >= self.limits.max_step_rows:
             return False
-        hits = self.cache.peek(state.table, state.tokens)
-        if self.num_running > 0 and not self._admission.fits(
+        return self.num_running == 0 or self._admission.fits(
             state, hits, self._prefills.values(), self._decodes.values()
-        ):
+        )
+
+    def _admit(self, state: RequestState) -> bool:
+        """Starts a waiting request on its cached prefix; False when there is no room for it."""
+        hits = self.cache.peek(state.table, state.tokens)
+        if not self._has_room(state, hits):
             return False
         self._waiting.remove(state)
         state.num_computed = self.cache.adopt(state.table, state.tokens, hits)
         if state.num_preemptions == 0:
             state.cached_tokens = state.high_water = state.num_computed
             state.cache_miss = self.cache.miss(state.table, len(hits))
+            num_loaded = sum(ticket.num_loaded for ticket in state.tickets)
+            state.loaded_tokens = min(num_loaded, len(hits)) * self.cache.block_size
             self._gate.started()
         state.status = Status.PREFILL
         self._prefills[state.id] = state
@@ -433,8 +455,10 @@ class Scheduler:
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Preempts one request; the only one that runs is left alone while there are pins to give up instead."""
-        if self.num_running == 1 and self.cache.give_up_pin():
+        """Preempts one request; the only one that runs is left alone while loads or pins can be given up instead."""
+        if self._loading.settle():
+            return
+        if self.num_running == 1 and (self._loading.cancel() or self.cache.give_up_pin()):
             return
         self._preempt(self._victim())
 
@@ -447,6 +471,7 @@ class Scheduler:
         self._prefills.pop(state.id, None)
         self._decodes.pop(state.id, None)
         state.num_computed = 0
+        state.tickets = []
         state.num_preemptions += 1
         state.status = Status.PREEMPTED
         state.rank = (state.request.priority, 0, state.rank[2], state.rank[3])
@@ -589,7 +614,7 @@ class Scheduler:
                 assert state.gap == 1, f"{where} has {state.gap} tokens to compute"
                 assert state.num_output > 0, f"{where} has said nothing"
         if not states:
-            free = self.cache.num_free + self.cache.num_pinned
+            free = self.cache.num_free + self.cache.num_pinned + self.cache.num_moving
             assert free == self.cache.num_blocks, "blocks are held while no request is open"
 
     def unused_slots(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from firstlight.cache import BlockTable
+from firstlight.cache import BlockTable, LoadTicket
 from firstlight.scheduler.pool import Pool
 from firstlight.types import CacheMiss, CacheReport, CoreRequest, FinishReason, RowSampling
 
@@ -37,6 +37,7 @@ class RequestState:
         "first_scheduled_s",
         "has_penalty",
         "high_water",
+        "loaded_tokens",
         "max_tokens",
         "num_computed",
         "num_preemptions",
@@ -47,6 +48,7 @@ class RequestState:
         "request",
         "status",
         "table",
+        "tickets",
         "tokens",
         "was_reported",
     )
@@ -63,6 +65,9 @@ class RequestState:
         """The first block's key it lacked when last looked up."""
         self.cache_miss: CacheMiss | None = None
         self.pinned_tokens = 0
+        self.loaded_tokens = 0
+        self.tickets: list[LoadTicket] = []
+        """Loads that it has waited for since it began to wait."""
         self.num_preemptions = 0
         self.high_water = 0
         """The most tokens it ever had computed; below that, work is done again."""
@@ -91,11 +96,21 @@ class RequestState:
         """Known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def is_loading(self) -> bool:
+        """It waits for a load."""
+        return bool(self.tickets) and not self.tickets[-1].is_done
+
     def cache_report(self) -> CacheReport | None:
         """What the prefix cache did for it; None before it was admitted."""
         if self.first_scheduled_s is None:
             return None
-        return CacheReport(hit_tokens=self.cached_tokens, miss=self.cache_miss, pinned_tokens=self.pinned_tokens)
+        return CacheReport(
+            hit_tokens=self.cached_tokens,
+            loaded_tokens=self.loaded_tokens,
+            miss=self.cache_miss,
+            pinned_tokens=self.pinned_tokens,
+        )
 
     def sampling(self) -> RowSampling:
         """How to sample right after the last known token. `history` is the live list: read it before `absorb`."""

@@ -180,6 +180,8 @@ def cache_facts(usage: Usage | None) -> dict[str, float | str]:
     if report is None:
         return {}
     facts: dict[str, float | str] = {"cached_tokens": report.hit_tokens, "pinned_tokens": report.pinned_tokens}
+    if report.loaded_tokens:
+        facts["loaded_tokens"] = report.loaded_tokens
     if report.miss is not None:
         facts |= {"first_uncached_token": report.miss.first_token, "cache_miss": report.miss.reason}
     return facts

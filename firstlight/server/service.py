@@ -173,7 +173,18 @@ class Service:
             "prefix_cache_evictions": stats.cache.evictions,
             "prefix_cache_pinned_blocks": stats.cache.pinned_blocks,
             "prefix_cache_pins_yielded": stats.cache.pins_yielded,
+            **self._tier_counts(),
         }
+
+    def _tier_counts(self) -> dict[str, float]:
+        cache = self.engine.stats().cache
+        found: dict[str, float] = {"host_cache_blocks": cache.host_blocks, "disk_cache_blocks": cache.disk_blocks}
+        for tier in ("host", "disk"):
+            counts = cache.tiers.get(tier)
+            for name in ("stored", "loaded", "corrupt", "foreign", "dropped"):
+                found[f"{tier}_cache_{name}_blocks"] = getattr(counts, name) if counts is not None else 0
+        found["cache_audits"], found["cache_audit_mismatches"] = cache.audits, cache.audit_mismatches
+        return found
 
     def _stalled_s(self) -> float:
         """How long the engine has had work and ended no step, from the last step or the oldest open request on."""

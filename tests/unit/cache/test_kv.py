@@ -71,7 +71,7 @@ def test_match_equal_key_of_other_tokens_is_a_miss() -> None:
     (block,) = pool.allocate(1) or []
     chain = index.chain(b"")
     chain.extend([1, 2, 3, 4], 1)
-    index.insert(chain, 0, block)
+    index.insert(chain, 0, block, "first")
     forged = PrefixChain(b"", SIZE)
     forged.keys, forged.contents = list(chain.keys), [b"other tokens"]
     assert index.match(chain, 1) == [block]

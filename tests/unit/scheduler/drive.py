@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from firstlight.backend.fake import FakeBackend, VirtualClock
 from firstlight.cache import KVCache, make_policy
+from firstlight.cache.tiers import DiskTier, Tiers
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, StepTimeModel
 from firstlight.types import (
     CacheReport,
@@ -23,6 +26,7 @@ from firstlight.types import (
 )
 
 VOCAB = 40
+SPACE = bytes(32)
 MODEL_LEN = 64
 
 
@@ -80,8 +84,12 @@ class Drive:
     prefix_cache: bool = True
     max_pinned: int = 0
     eviction: str = "lru"
+    host_blocks: int = 0
+    disk: Path | None = None
+    reserve: int = 0
     drafter: Drafter | None = None
     run_s: float = 0.001
+    token_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
     events: list[TokenEvent] = field(default_factory=list)
@@ -120,6 +128,20 @@ class Drive:
             policy=make_policy(self.eviction, self.num_blocks),
             max_pinned=self.max_pinned,
         )
+        if self.host_blocks or self.disk:
+            block_bytes = self.backend.info.kv_bytes_per_block
+            disk = DiskTier(self.disk, SPACE, 10_000_000) if self.disk else None
+            tiers = Tiers(
+                self.backend,
+                SPACE,
+                block_bytes,
+                host_bytes=self.host_blocks * block_bytes,
+                disk=disk,
+                on_read=lambda: None,
+                clock=self.clock,
+            )
+            cache.attach(tiers, self.backend, self.reserve)
+        self.cache = cache
         self.scheduler = Scheduler(cache, limits, clock=self.clock, step_time=self.step_time, drafter=self.drafter)
 
     def add(self, *requests: CoreRequest) -> None:
@@ -141,14 +163,20 @@ class Drive:
         plan = self.scheduler.plan()
         if plan is None and (wake_s := self.scheduler.wake_at_s) is not None:
             self.clock.advance(max(1e-6, wake_s - self.clock()))
+        while plan is None and self.scheduler.is_loading:
+            time.sleep(1e-4)
+            plan = self.scheduler.plan()
         if plan is None:
             return None
         self.scheduler.check()
         result = self.backend.run(plan)
-        self.clock.advance(self.run_s)
-        self.events += self.scheduler.absorb(StepResult(step_id=result.step_id, rows=result.rows, run_s=self.run_s))
+        run_s = self.run_s + self.token_s * self.scheduler.planned_load.tokens
+        self.clock.advance(run_s)
+        self.events += self.scheduler.absorb(StepResult(step_id=result.step_id, rows=result.rows, run_s=run_s))
         self.scheduler.check()
         self.plans.append(plan)
+        self.cache.spill_ahead()
+        self.scheduler.check()
         return plan
 
     def finish(self, max_steps: int = 3000) -> None:

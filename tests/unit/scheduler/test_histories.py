@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +89,8 @@ def assert_answers_as_alone(drive: Drive, served: dict[str, CoreRequest]) -> Non
             continue
         assert ids == alone
         assert ends[0] is (FinishReason.STOP if alone[-1] in one.stop_ids else FinishReason.LENGTH)
-    assert drive.scheduler.cache.num_free + drive.scheduler.cache.num_pinned == drive.num_blocks
+    cache = drive.cache
+    assert cache.num_free + cache.num_pinned + cache.num_moving == drive.num_blocks
     assert {event.request_id for event in drive.events} == set(served)
     stats = drive.scheduler.stats
     assert stats.recomputed_tokens <= stats.prefill_tokens
@@ -128,6 +131,24 @@ def test_history_any_batch_answers_as_alone(machine: dict[str, int], history: li
     served = play(drive, history)
     assert_answers_as_alone(drive, served)
     assert_plans_keep_their_bounds(drive)
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, arrivals(), st.integers(0, 12), st.booleans(), st.integers(0, 6))
+def test_history_with_tiers_answers_as_alone(
+    machine: dict[str, int], history: list[Arrival], host_blocks: int, has_disk: bool, reserve: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Path(directory) if has_disk else None
+        drive = Drive(
+            **machine | {"prefix_cache": True, "host_blocks": host_blocks, "disk": disk, "reserve": reserve}  # type: ignore[arg-type]
+        )
+        served = play(drive, history)
+        assert_answers_as_alone(drive, served)
+        counts = drive.cache.stats().tiers
+        drive.cache.close()
+    for tier in counts.values():
+        assert (tier.corrupt, tier.foreign) == (0, 0)
 
 
 def random_drafter(served: list[CoreRequest], capacity: int, seed: int) -> Callable[[str, list[int], int], list[int]]:
