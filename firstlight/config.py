@@ -125,6 +125,10 @@ class ServerConfig:
         1000.0, "a request whose first token takes longer is kept longer for `firstlight explain`", "ms"
     )
     slow_gap_ms: float = option(500.0, "so is one with a longer gap between tokens", "ms")
+    otlp_endpoint: str = option(
+        "",
+        "OpenTelemetry collector that gets a span per request, as http://127.0.0.1:4318 (extra `otel`)",
+    )
     stall_s: float = option(30.0, "waiting work and no step for this long makes the server not ready", "s")
     drain_s: float = option(30.0, "how long open requests may run on after SIGTERM or Ctrl-C", "s")
     debug_routes: str = option("auto", "/debug/*: auto = only on a loopback address", choices=("auto", "on", "off"))

@@ -55,6 +55,10 @@ class CoreStats:
     """How long a request that came now would wait, by the step-time model."""
     step_error: float
     """Mean relative error of the step-time model over the last steps."""
+    run_s: float
+    """What all steps took on the backend."""
+    predicted_s: float
+    """What they were predicted to take."""
     cache: CacheStats
     scheduler: SchedulerStats
 
@@ -196,6 +200,8 @@ class EngineCore:
             failed=self.failed,
             predicted_wait_s=self._scheduler.predicted_wait_s(),
             step_error=self.step_time.mean_error,
+            run_s=self.traces.run_s,
+            predicted_s=self.traces.predicted_s,
             cache=self._scheduler.cache.stats(),
             scheduler=self._scheduler.stats.copy(),
         )

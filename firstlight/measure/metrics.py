@@ -6,6 +6,7 @@ Knows durations in seconds and counts; knows no engine and no HTTP. One loop's t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from firstlight.measure.live import LiveWindow
 
-__all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
+__all__ = ["AbortState", "CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -31,6 +32,9 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "kv_cache_blocks": ("gauge", "KV blocks in all"),
     "kv_cache_blocks_used": ("gauge", "KV blocks held by requests"),
     "steps": ("counter", "Steps the engine has run"),
+    "step_run_seconds": ("counter", "Time of all steps on the backend"),
+    "step_predicted_seconds": ("counter", "What the step-time model predicted for them"),
+    "kv_cache_unused_slots": ("gauge", "Token slots in held KV blocks that hold nothing yet (fragmentation)"),
     "num_preemptions": ("counter", "Requests whose blocks were taken and computed again later"),
     "recomputed_tokens": ("counter", "Tokens computed again after a preemption"),
     "num_expired": ("counter", "Requests dropped because their deadline passed while they waited"),
@@ -59,6 +63,8 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
 """Names (without the `firstlight_` prefix and the `_total` suffix), kinds and help of what `watch` may give."""
 
 _PREFIX = "firstlight_"
+
+AbortState = Literal["queue", "prefill", "decode"]
 
 
 class _Snapshot(Collector):
@@ -92,14 +98,26 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.live = LiveWindow()
         """The last minute, for who looks on."""
-        self._model_name = model_name
+        self.model_name = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first output token leaving the server")
         self._itl = self._histogram("inter_token_latency_seconds", "One gap between output tokens of a stream")
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last byte of the answer")
+        self._tpot = self._histogram("time_per_output_token_seconds", "Mean gap of a choice's tokens after its first")
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step that computes the request")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens sent")
-        self._aborts = self._counter("request_aborts", "Requests ended early because their client left")
+        self._aborts = Counter(
+            _PREFIX + "request_aborts",
+            "Requests ended early because their client left, by where they were: queue, prefill or decode",
+            ["model_name", "state"],
+            registry=self._registry,
+        )
+        self._key_tokens = Counter(
+            _PREFIX + "key_tokens",
+            "Tokens of finished requests by API key (the first 8 hex digits of its SHA-256) and kind: prompt, output",
+            ["model_name", "key", "kind"],
+            registry=self._registry,
+        )
         self._slow_readers = self._counter("slow_readers", "Streams ended because their client did not read")
         self._finished = Counter(
             _PREFIX + "request_success",
@@ -119,12 +137,14 @@ class Metrics:
             ["model_name"],
             registry=self._registry,
         ).labels(model_name)
+        for state in ("queue", "prefill", "decode"):
+            self._aborts.labels(model_name, state)
         build = Gauge(_PREFIX + "build_info", "Always 1", ["model_name", "version"], registry=self._registry)
         build.labels(model_name, version).set(1)
 
     def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Adds gauges and counters that `read` gives at every scrape; its keys are keys of `SNAPSHOT_METRICS`."""
-        self._registry.register(_Snapshot(read, self._model_name))
+        self._registry.register(_Snapshot(read, self.model_name))
 
     def opened(self) -> None:
         """A generation request has come in."""
@@ -148,21 +168,30 @@ class Metrics:
         for _ in range(num_tokens - 1):
             self._itl.observe(0.0)
 
+    def per_token(self, tpot_s: float) -> None:
+        """A choice with two tokens or more has ended by itself; this was its mean gap."""
+        self._tpot.observe(tpot_s)
+
     def answered(self, e2e_s: float, prompt_tokens: int, generation_tokens: int, finish_reasons: list[str]) -> None:
         """A request has ended by itself."""
         self._e2e.observe(e2e_s)
         self.ended(prompt_tokens, generation_tokens)
         for reason in finish_reasons:
-            self._finished.labels(self._model_name, reason).inc()
+            self._finished.labels(self.model_name, reason).inc()
 
     def ended(self, prompt_tokens: int, generation_tokens: int) -> None:
         """Counts the tokens of a request that has ended in any way."""
         self._prompt_tokens.inc(prompt_tokens)
         self._generation_tokens.inc(generation_tokens)
 
-    def aborted(self) -> None:
+    def billed(self, key: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """Counts a request's tokens for the API key that sent it."""
+        self._key_tokens.labels(self.model_name, key, "prompt").inc(prompt_tokens)
+        self._key_tokens.labels(self.model_name, key, "output").inc(generation_tokens)
+
+    def aborted(self, state: AbortState) -> None:
         """A client has left before its answer was complete."""
-        self._aborts.inc()
+        self._aborts.labels(self.model_name, state).inc()
 
     def slow_reader(self) -> None:
         """A stream was ended because its client did not read."""
@@ -170,7 +199,7 @@ class Metrics:
 
     def failed(self, status: int, code: str) -> None:
         """A request was answered with an error."""
-        self._errors.labels(self._model_name, str(status), code).inc()
+        self._errors.labels(self.model_name, str(status), code).inc()
 
     def render(self) -> bytes:
         """The exposition text. Cost: about 1 ms."""
@@ -178,7 +207,7 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         histogram = Histogram(_PREFIX + name, text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry)
-        return histogram.labels(self._model_name)
+        return histogram.labels(self.model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(_PREFIX + name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+        return Counter(_PREFIX + name, text, ["model_name"], registry=self._registry).labels(self.model_name)

@@ -49,6 +49,7 @@ class Access:
             raise ConfigError("`api_key` is empty: give a key, or leave the option out", param="api_key")
         known = {_digest(key): default for key in config.api_key} | keys_of_file(config.api_key_file, default)
         self._digests = list(known)
+        self._key_ids = {_salt(digest): digest[:4].hex() for digest in known}
         self._quotas = {_salt(digest): Quota(limits) for digest, limits in known.items()} or {b"": Quota(default)}
         self.is_loopback = _LOOPBACK.fullmatch(config.host) is not None
         """Only this machine can connect."""
@@ -68,6 +69,10 @@ class Access:
             what = "wrong" if token else "missing"
             raise AuthError(f"the API key is {what}: send `Authorization: Bearer KEY`", param="Authorization")
         return _salt(digest)
+
+    def key_id(self, salt: bytes) -> str:
+        """How metrics name the key with this salt: the first 8 hex digits of its SHA-256; empty without keys."""
+        return self._key_ids.get(salt, "")
 
     def quota(self, salt: bytes) -> Quota:
         """What the key with this salt may take. Without keys all clients share one."""

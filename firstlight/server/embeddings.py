@@ -66,7 +66,7 @@ class EmbeddingRoutes:
         service = self._service
         salt = service.access.tenant_salt(exchange)
         service.require_ready()
-        record = service.record(exchange)
+        record = service.record(exchange, salt)
         record.answer_id = answer_id = f"embd-{uuid.uuid4().hex}"
         service.open_since_s[answer_id] = exchange.arrival_s
         outcome: str | None = "internal_error"

@@ -44,7 +44,7 @@ class GenerationRoutes:
         self, exchange: Exchange, parse: Callable[[bytes], GenerationRequest], prefix: str, salt: bytes
     ) -> None:
         """Answers and records. An error before the first byte becomes its status; a later one ends the stream."""
-        record = self._service.record(exchange)
+        record = self._service.record(exchange, salt)
         record.answer_id = answer_id = f"{prefix}-{uuid.uuid4().hex}"
         self._service.open_since_s[answer_id] = exchange.arrival_s
         stream: EventStream | None = None

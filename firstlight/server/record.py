@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from firstlight.engine.generation import Generation
-from firstlight.measure.causes import FinishedRequest, FinishedRing, Stamps, Trace
+from firstlight.measure.causes import FinishedRequest, Stamps, Trace
 from firstlight.measure.log import log_event
-from firstlight.measure.metrics import Metrics
+from firstlight.measure.metrics import AbortState, Metrics
 from firstlight.types import FinishReason, Usage
 
 __all__ = ["RequestRecord", "cache_facts"]
@@ -17,12 +18,26 @@ class RequestRecord:
     """Stamps and counts of one request, on the monotonic clock. Written by the task that serves it.
 
     Args:
-        finished: gets the request when it has ended.
+        ended: gets the request when it has ended.
+        key: the API key's name in metrics; empty where there are no keys.
+        traceparent: the caller's span, as its header gave it.
     """
 
-    def __init__(self, metrics: Metrics, finished: FinishedRing, route: str, request_id: str, arrival_s: float) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        ended: Callable[[FinishedRequest], None],
+        route: str,
+        request_id: str,
+        arrival_s: float,
+        *,
+        key: str = "",
+        traceparent: str = "",
+    ) -> None:
         self._metrics = metrics
-        self._finished = finished
+        self._ended = ended
+        self._key = key
+        self._traceparent = traceparent
         self._stamps = Stamps(arrival_s=arrival_s, end_s=arrival_s)
         self._traces: list[Trace] = []
         self._longest_gap_s = 0.0
@@ -32,6 +47,8 @@ class RequestRecord:
         self._arrival_s = arrival_s
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}
+        self._first_of: dict[int, tuple[float, int]] = {}
+        """When the first tokens of a choice left, and how many tokens have left since."""
         self._finishes: dict[int, FinishReason] = {}
         self._num_output = 0
         self.answer_id = ""
@@ -82,6 +99,8 @@ class RequestRecord:
                 self._longest_gap_s, self._gap_end_s = now_s - last_s, now_s
         self._metrics.live.tokens(now_s, num_tokens, None if last_s is None else now_s - last_s)
         self._last_s[choice] = now_s
+        began_s, num_since = self._first_of.get(choice, (now_s, 0))
+        self._first_of[choice] = (began_s, num_since + (0 if last_s is None else num_tokens))
         self._num_output += num_tokens
 
     def finished(self, choice: int, finish: FinishReason) -> None:
@@ -119,9 +138,14 @@ class RequestRecord:
         num_prompt = self.usage.prompt_tokens if self.usage else self.num_prompt
         finishes = [self._finishes[choice].value for choice in sorted(self._finishes)]
         self._metrics.closed()
-        self._finished.add(self._summary(status, outcome or ",".join(finishes)))
+        self._ended(self._summary(status, outcome or ",".join(finishes)))
+        if self._key:
+            self._metrics.billed(self._key, num_prompt, self._num_output)
         if outcome is None:
             self._metrics.answered(e2e_s, num_prompt, self._num_output, finishes)
+            for choice, (began_s, num_since) in self._first_of.items():
+                if num_since:
+                    self._metrics.per_token((self._last_s[choice] - began_s) / num_since)
         else:
             self._metrics.ended(num_prompt, self._num_output)
             self._count(outcome, status)
@@ -159,15 +183,23 @@ class RequestRecord:
             stamps=self._stamps,
             cache_miss=self._cache_miss(),
             traces=self._traces,
+            traceparent=self._traceparent,
         )
 
     def _cache_miss(self) -> tuple[int, str] | None:
         report = self.usage.cache if self.usage is not None else None
         return None if report is None or report.miss is None else (report.miss.first_token, report.miss.reason)
 
+    @property
+    def _state(self) -> AbortState:
+        """Where it was when its client left."""
+        if self.queue_s is None:
+            return "queue"
+        return "prefill" if self._first_s is None else "decode"
+
     def _count(self, outcome: str, status: int) -> None:
         if outcome == "client_gone":
-            self._metrics.aborted()
+            self._metrics.aborted(self._state)
         elif outcome == "slow_reader":
             self._metrics.slow_reader()
         else:

@@ -15,8 +15,9 @@ from firstlight.config import ServerConfig
 from firstlight.engine.frontend import AsyncEngine
 from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError
-from firstlight.measure.causes import FinishedRing
+from firstlight.measure.causes import FinishedRequest, FinishedRing
 from firstlight.measure.metrics import Metrics
+from firstlight.measure.otel import SpanSender
 from firstlight.server.access import Access
 from firstlight.server.asgi import Exchange
 from firstlight.server.dialect import Dialect
@@ -56,9 +57,24 @@ class Service:
         self.finished = FinishedRing(config.slow_ttft_ms / 1e3, config.slow_gap_ms / 1e3)
         """What the last requests waited for."""
 
-    def record(self, exchange: Exchange) -> RequestRecord:
-        """The record of a request that has just come in. Only once the engine is ready."""
-        return RequestRecord(self.metrics, self.finished, exchange.path, exchange.request_id, exchange.arrival_s)
+        self._spans = SpanSender(config.otlp_endpoint, package_version()) if config.otlp_endpoint else None
+
+    def record(self, exchange: Exchange, salt: bytes) -> RequestRecord:
+        """The record of a request of this tenant that has just come in. Only once the engine is ready."""
+        return RequestRecord(
+            self.metrics,
+            self._ended,
+            exchange.path,
+            exchange.request_id,
+            exchange.arrival_s,
+            key=self.access.key_id(salt),
+            traceparent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),
+        )
+
+    def _ended(self, request: FinishedRequest) -> None:
+        self.finished.add(request)
+        if self._spans is not None:
+            self._spans.add(request, self.metrics.model_name)
 
     @property
     def has_debug_routes(self) -> bool:
@@ -137,8 +153,11 @@ class Service:
         assert self.max_prompt_bytes > 0
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Ends the threads, and sends the spans that are queued. Idempotent."""
         self._threads.close()
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
 
     def counts(self) -> dict[str, int]:
         """Requests and blocks as of now."""
@@ -163,6 +182,9 @@ class Service:
             "kv_cache_blocks": num_blocks,
             "kv_cache_blocks_used": num_used,
             "steps": stats.scheduler.steps,
+            "step_run_seconds": stats.run_s,
+            "step_predicted_seconds": stats.predicted_s,
+            "kv_cache_unused_slots": stats.unused_slots,
             "num_preemptions": stats.scheduler.preemptions,
             "recomputed_tokens": stats.scheduler.recomputed_tokens,
             "num_expired": stats.scheduler.expired,

@@ -111,7 +111,7 @@ def test_metrics_show_requests_while_they_run(slow_server: ServerThread) -> None
     got = samples(slow_server)
     assert 0 < got["firstlight_kv_cache_usage_perc"] <= 1
     assert got["firstlight_kv_cache_blocks_used"] >= 1
-    aborts = got["firstlight_request_aborts_total"]
+    aborts = got["firstlight_request_aborts_total"]  # the last of its states: decode
     sock.close()
     assert_idle_and_whole(slow_server)
     wait_until(lambda: samples(slow_server)["firstlight_request_aborts_total"] == aborts + 1, "the abort to be counted")

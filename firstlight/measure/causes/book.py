@@ -54,6 +54,8 @@ class TraceBook:
 
     def __init__(self) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=NUM_STEP_RECORDS)
+        self.run_s = self.predicted_s = 0.0
+        """What all steps took on the backend, and what they were predicted to take."""
         self._open: dict[str, Trace] = {}
         self._queue: deque[Wait] = deque(maxlen=NUM_QUEUE_STRETCHES)
         self._held: dict[str, list[Wait]] = {}
@@ -81,6 +83,8 @@ class TraceBook:
     def stepped(self, record: StepRecord) -> None:
         """A step has ended."""
         self.steps.append(record)
+        self.run_s += record.run_s
+        self.predicted_s += record.predicted_s
         for share in record.shares:
             trace = self._open.get(share.request_id)
             if trace is None:

@@ -44,6 +44,8 @@ class FinishedRequest:
     """The first token of a block that was not found in the prefix cache, and why; None where all were, or unknown."""
     traces: list[Trace] = field(default_factory=list)
     """One per choice."""
+    traceparent: str = ""
+    """The caller's span (W3C Trace Context), as its header gave it."""
 
     @property
     def e2e_s(self) -> float:

@@ -11,13 +11,13 @@ from firstlight.measure.metrics import LATENCY_BUCKETS_S, SNAPSHOT_METRICS, Metr
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """Samples by name and their `le`, `finished_reason` or `code` label."""
+    """Samples by name and their `le`, `finished_reason`, `code` or `state` label."""
     families = text_string_to_metric_families(metrics.render().decode())
     found: dict[tuple[str, str], float] = {}
     for family in families:
         for sample in family.samples:
             labels = sample.labels
-            key = labels.get("le") or labels.get("finished_reason") or labels.get("code") or ""
+            key = labels.get("le") or labels.get("finished_reason") or labels.get("code") or labels.get("state") or ""
             found[sample.name.removeprefix("firstlight_"), key] = sample.value
     return found
 
@@ -42,7 +42,7 @@ def test_ends_are_counted_by_their_kind() -> None:
     metrics = Metrics("m", "1")
     metrics.answered(1.0, prompt_tokens=5, generation_tokens=7, finish_reasons=["stop", "length", "stop"])
     metrics.ended(prompt_tokens=2, generation_tokens=1)
-    metrics.aborted()
+    metrics.aborted("prefill")
     metrics.slow_reader()
     metrics.failed(400, "invalid_request")
     got = samples(metrics)
@@ -50,7 +50,8 @@ def test_ends_are_counted_by_their_kind() -> None:
     assert got["request_success_total", "length"] == 1
     assert got["prompt_tokens_total", ""] == 7
     assert got["generation_tokens_total", ""] == 8
-    assert got["request_aborts_total", ""] == got["slow_readers_total", ""] == 1
+    assert got["request_aborts_total", "prefill"] == got["slow_readers_total", ""] == 1
+    assert got["request_aborts_total", "queue"] == got["request_aborts_total", "decode"] == 0
     assert got["request_errors_total", "invalid_request"] == 1
     assert got["e2e_request_latency_seconds_count", ""] == 1
 
@@ -75,5 +76,5 @@ def test_snapshot_is_read_at_every_scrape() -> None:
 
 def test_two_servers_in_a_process_count_apart() -> None:
     first, second = Metrics("m", "1"), Metrics("m", "1")
-    first.aborted()
-    assert samples(second)["request_aborts_total", ""] == 0
+    first.aborted("queue")
+    assert samples(second)["request_aborts_total", "queue"] == 0
