@@ -15,6 +15,7 @@ from firstlight.server.debug import REQUEST_PREFIX, DebugRoutes
 from firstlight.server.embeddings import EmbeddingRoutes
 from firstlight.server.generation import GenerationRoutes
 from firstlight.server.operations import MODEL_PREFIX, OperationRoutes
+from firstlight.server.pages import DASHBOARD_PREFIX, dashboard
 from firstlight.server.service import Service, package_version
 
 __all__ = ["App", "create_app"]
@@ -58,6 +59,7 @@ class App:
             "/health": {"GET": operations.health},
             "/ready": {"GET": operations.ready},
             "/metrics": {"GET": operations.metrics},
+            "/dashboard": {"GET": dashboard},
             "/debug/check": {"GET": operations.check},
             "/debug/requests": {"GET": debug.requests},
             "/debug/steps": {"GET": debug.steps},
@@ -69,6 +71,7 @@ class App:
         self._by_prefix: dict[str, dict[str, Route]] = {
             MODEL_PREFIX: {"GET": operations.model},
             REQUEST_PREFIX: {"GET": debug.request},
+            DASHBOARD_PREFIX: {"GET": dashboard},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,6 +155,7 @@ POST /detokenize            {{"tokens": ids}} -> {{"content"}}
 GET  /health                200 while the process is alive
 GET  /ready                 200 while requests are taken and make progress
 GET  /metrics               Prometheus text
+GET  /dashboard             a page that shows it live
 GET  /debug/check           audit of the KV blocks
 GET  /debug/requests        finished requests and where their time went; /debug/requests/ID for one
 GET  /debug/steps           the most recent steps

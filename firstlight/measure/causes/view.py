@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 from firstlight.measure.causes.advice import verdict
@@ -12,6 +13,7 @@ from firstlight.measure.causes.timeline import Span, totals_s
 __all__ = ["request_view", "step_view"]
 
 MAX_BESIDE = 8
+NUM_CELLS = 64
 _MISS = ("first_token", "reason")
 
 
@@ -39,6 +41,7 @@ def request_view(request: FinishedRequest, *, with_spans: bool) -> dict[str, Any
         "ttft_totals_ms": _shown(totals_s(_clipped(spans, arrival_s, first_s))),
         "gap_totals_ms": {},
         "beside": _beside(request),
+        "bar": _bar(spans),
     }
     if request.gap_end_s is not None:
         gap = _clipped(spans, request.gap_end_s - request.longest_gap_s, request.gap_end_s)
@@ -89,6 +92,27 @@ def _beside(request: FinishedRequest) -> list[dict[str, Any]]:
             other["prefill_tokens" if share.is_prefill else "decode_tokens"] += share.num_tokens
     ranked = sorted(found.values(), key=lambda o: (o["prefill_tokens"] + o["decode_tokens"], o["id"]), reverse=True)
     return ranked[:MAX_BESIDE]
+
+
+def _bar(spans: list[Span]) -> list[list[Any]]:
+    """The life in NUM_CELLS cells, each with the cause that fills most of it, as runs of [cause, cells]."""
+    runs: list[list[Any]] = []
+    if not spans:
+        return runs
+    start_s, cell_s = spans[0].start_s, (spans[-1].end_s - spans[0].start_s) / NUM_CELLS
+    at = 0
+    for cell in range(NUM_CELLS):
+        low_s, high_s = start_s + cell * cell_s, start_s + (cell + 1) * cell_s
+        while at < len(spans) - 1 and spans[at].end_s <= low_s:
+            at += 1
+        end = bisect.bisect_left(spans, high_s, lo=at, key=lambda span: span.start_s)
+        totals = totals_s(_clipped(spans[at:end], low_s, high_s))
+        cause = max(totals, key=lambda name: totals[name], default=spans[at].cause)
+        if runs and runs[-1][0] == cause:
+            runs[-1][1] += 1
+        else:
+            runs.append([cause, 1])
+    return runs
 
 
 def _clipped(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
