@@ -71,6 +71,7 @@ class Core {
              std::to_string(w.total_bytes()));
     }
     weights_.push_back({rows, cols});
+    nb::gil_scoped_release release;
     return runner_->add_weight(w.kind, rows, cols, group, has_min, scale_f32, data.data());
   }
   int add_constant(In<float, 1> data) {

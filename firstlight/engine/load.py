@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from firstlight.backend.base import Backend
 from firstlight.config import EngineConfig
 from firstlight.errors import ConfigError, ModelError
 from firstlight.text.template import ChatTemplate
 from firstlight.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from firstlight.models.weights import TokenizerSource
 
 __all__ = ["EngineParts", "load_parts"]
 
@@ -48,17 +53,27 @@ def _cpu_parts(config: EngineConfig) -> EngineParts:
 
     model = load_model(resolve_model(config.model), native=native_pack)
     num_parameters = sum(weight.rows * weight.cols for weight in model.weights.values())
-    source = model.tokenizer
-    is_gguf = source.kind == "gguf"
-    tokenizer = Tokenizer.from_gguf(source.metadata) if is_gguf else Tokenizer.from_folder(source.path)
+    with ThreadPoolExecutor(1, "firstlight-load") as pool:  # copying weights leaves the interpreter free
+        reading = pool.submit(_tokenizer, model.tokenizer)
+        backend = CpuBackend(model, config, release=True)
+        try:
+            tokenizer = reading.result()
+            chat_template = _chat_template(tokenizer, model.chat_template)
+        except BaseException:
+            backend.close()
+            raise
     return EngineParts(
-        backend=CpuBackend(model, config, release=True),
+        backend=backend,
         tokenizer=tokenizer,
-        chat_template=_chat_template(tokenizer, model.chat_template),
+        chat_template=chat_template,
         model_name=config.model if config.model in MODELS else model.name,
         num_parameters=num_parameters,
         file_bytes=model.file_bytes,
     )
+
+
+def _tokenizer(source: TokenizerSource) -> Tokenizer:
+    return Tokenizer.from_gguf(source.metadata) if source.kind == "gguf" else Tokenizer.from_folder(source.path)
 
 
 def _chat_template(tokenizer: Tokenizer, source: str | None) -> ChatTemplate | None:
