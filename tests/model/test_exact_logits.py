@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ from firstlight.config import EngineConfig
 from firstlight.models.weights import LoadedModel, load_model
 from firstlight.scheduler import Scheduler, SchedulerLimits, SchedulerStats, StepTimeModel
 from firstlight.text import Tokenizer
-from firstlight.types import CoreRequest, SamplingParams
+from firstlight.types import CoreRequest, Pin, SamplingParams
 from tests.oracle.compare import backend_logits
 
 PROMPTS = Path(__file__).resolve().parents[1] / "data" / "prompts.jsonl"
@@ -151,6 +152,21 @@ def test_logits_from_a_warm_cache_are_equal_to_the_bit(
     warm, _ = run(backend, some, at_once=16, cache=cache)
     assert cold == warm == {request.request_id: alone[request.request_id] for request in some}
     assert cache.stats().hit_tokens > 1000
+
+
+def test_logits_from_pinned_blocks_are_equal_to_the_bit(
+    alone: Answers, requests: list[CoreRequest], make_backend: Callable[..., CpuBackend]
+) -> None:
+    backend = make_backend(threads=2, num_blocks=48)
+    cache = KVCache(48, backend.info.block_size, backend.info.fingerprint, max_pinned=12)
+    pinned = [msgspec.structs.replace(one, pins=(Pin(num_tokens=len(one.prompt_ids)),)) for one in requests[:4]]
+    for some in (pinned, requests[10:60], requests[:4]):
+        answers, _ = run(backend, some, at_once=4, cache=cache)
+        assert answers == {request.request_id: alone[request.request_id] for request in some}
+    stats = cache.stats()
+    assert stats.pinned_blocks > 0
+    assert stats.evictions > 0
+    assert stats.hit_tokens >= stats.pinned_blocks * backend.info.block_size
 
 
 def test_logits_after_preemption_and_drafts_are_equal_to_the_bit(
