@@ -185,6 +185,32 @@ class KVCache:
                 self._index.insert(table.chain, i, table.blocks[i], table.owner)
         table.num_published = full
 
+    def adopt_rest(self, table: BlockTable, tokens: list[int]) -> tuple[int, tuple[int, int]] | None:
+        """After `adopt`: the cached block that begins most like the first one to be computed, and one to copy it to.
+
+        Returns: how many more tokens need no computing, and (source, destination) of the copy that must run before the
+        next row; None where nothing would be gained.
+        """
+        if self._index is None or table.chain is None:
+            return None
+        i, size = len(table.blocks), self.block_size
+        rest = tokens[i * size : min((i + 1) * size, len(tokens) - 1)]
+        source, num_equal = self._index.nearest(table.chain, i, rest)
+        if source is None or num_equal <= 0 or not self.grow(table, i * size + num_equal):
+            return None
+        self._hit_tokens += num_equal
+        return num_equal, (source, table.blocks[i])
+
+    def publish_rest(self, table: BlockTable, tokens: list[int], num_computed: int) -> None:
+        """Offers the last block of a request that ends, though it is not full, for others to copy; after `publish`."""
+        full = num_computed // self.block_size
+        rest = tokens[full * self.block_size : num_computed]
+        if self._index is None or table.chain is None or not rest or len(table.chain.keys) != full:
+            return
+        block = table.blocks[full]
+        if self.pool.key(block) is None:
+            self._index.insert_rest(table.chain, rest, block, table.owner)
+
     def release(self, table: BlockTable) -> None:
         """Gives every block back, the last first, so that a shared beginning outlives its branches. Drops claims."""
         if table.chain is not None:

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from firstlight.cache.pool import BlockPool
 from firstlight.cache.tiers.record import BlockRecord
@@ -24,6 +25,7 @@ MAX_GHOSTS = 16_384
 MAX_SIBLINGS = 64
 """Blocks that a missing one is compared with at most."""
 TOKEN_BYTES = 4
+_NO_CHILDREN: dict[int, None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,10 @@ class PrefixChain:
     tenant's salt goes in before the first block that no declared prefix has: everything from there on is its own.
     """
 
-    __slots__ = ("_block_size", "_matching", "_root", "_salt", "_shared_root", "contents", "keys", "parents")
+    __slots__ = ("_block_size", "_matching", "_salt", "_shared_root", "contents", "keys", "parents", "root")
 
     def __init__(self, root: bytes, block_size: int, salt: bytes = b"", declared: _Declared = NOTHING_DECLARED) -> None:
-        self._root = root
+        self.root = root
         self._block_size = block_size
         self._salt = salt
         self._shared_root = declared.root
@@ -68,11 +70,20 @@ class PrefixChain:
 
     def _parent(self, i: int, content: bytes) -> bytes:
         if not self._matching:
-            return self.keys[-1] if i else self._root
+            return self.keys[-1] if i else self.root
         self._matching = [one for one in self._matching if i < len(one) and one[i] == content]
         if i == 0:
-            return self._shared_root if self._matching else self._root
-        if self._matching or not self._salt:
+            return self._shared_root if self._matching else self.root
+        return self.keys[-1] if self._matching else self._salted()
+
+    def rest_parent(self) -> bytes:
+        """What tokens behind the last key stand on that do not fill a block: they are no declared prefix's."""
+        if not self.keys:
+            return self.root
+        return self._salted() if self._matching else self.keys[-1]
+
+    def _salted(self) -> bytes:
+        if not self._salt:
             return self.keys[-1]
         return hashlib.blake2b(self.keys[-1] + self._salt, digest_size=KEY_BYTES, person=b"tenant").digest()
 
@@ -131,12 +142,23 @@ class PrefixIndex:
         first = num_hits * self._pool.block_size
         if chain.keys[num_hits] in self._ghosts:
             return CacheMiss(first_token=first, reason="evicted")
-        siblings = list(self._children.get(chain.parents[num_hits], ()))[-MAX_SIBLINGS:]
-        if not siblings:
+        source, equal = self._nearest(chain.parents[num_hits], chain.contents[num_hits])
+        if source is None:
             return CacheMiss(first_token=first, reason="not_cached")
-        content = chain.contents[num_hits]
-        equal = max(_num_equal(content, self._contents[block]) for block in siblings)
         return CacheMiss(first_token=first + equal, reason="diverged")
+
+    def nearest(self, chain: PrefixChain, i: int, tokens: list[int]) -> tuple[int | None, int]:
+        """The cached block that begins most like `tokens`, which stand where block i does; and how many are equal."""
+        parent = chain.parents[i] if i < len(chain.parents) else chain.rest_parent()
+        return self._nearest(parent, array("I", tokens).tobytes())
+
+    def _nearest(self, parent: bytes, content: bytes) -> tuple[int | None, int]:
+        best, most = None, -1
+        for block in islice(reversed(self._children.get(parent, _NO_CHILDREN)), MAX_SIBLINGS):
+            equal = _num_equal(content, self._contents[block])
+            if equal > most:
+                best, most = block, equal
+        return best, most
 
     def insert(self, chain: PrefixChain, i: int, block: int, origin: str) -> None:
         """Makes `block` findable as the i-th of the chain, unless an equal one is; drops the claim on it.
@@ -152,15 +174,30 @@ class PrefixIndex:
             self._ghosts.pop(key, None)
         self._claims.pop(key, None)
 
+    def insert_rest(self, chain: PrefixChain, tokens: list[int], block: int, origin: str) -> None:
+        """Makes a block that is not full findable by `nearest`: `tokens` are those behind the chain's full blocks."""
+        content = array("I", tokens).tobytes()
+        parent = chain.rest_parent()
+        key = hashlib.blake2b(parent + content, digest_size=KEY_BYTES, person=b"rest").digest()
+        if self._pool.name(block, key, chain.keys[-1] if chain.keys else None):
+            self._contents[block], self._parents[block] = content, parent
+            self._before[block], self._origins[block] = chain.keys[-1] if chain.keys else b"", origin
+            self._children.setdefault(parent, {})[block] = None
+
     def evicted(self, block: int, key: bytes) -> None:
         """Forgets what the block held; call it before the pool takes its key away."""
         siblings = self._children[self._parents[block]]
         del siblings[block]
         if not siblings:
             del self._children[self._parents[block]]
-        self._ghosts[key] = None
+        if self.is_full(block):
+            self._ghosts[key] = None
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
+
+    def is_full(self, block: int) -> bool:
+        """The block with a key is one that a chain finds; others are found as the nearest only."""
+        return len(self._contents[block]) == self._pool.block_size * TOKEN_BYTES
 
     def record(self, block: int) -> BlockRecord:
         """What a block with a key holds, its KV bytes aside."""
@@ -219,7 +256,9 @@ def _num_equal(one: bytes, other: bytes) -> int:
     """Leading tokens that two blocks' contents have in common."""
     if one == other:
         return len(one) // TOKEN_BYTES
-    num = 0
-    while one[num * TOKEN_BYTES : (num + 1) * TOKEN_BYTES] == other[num * TOKEN_BYTES : (num + 1) * TOKEN_BYTES]:
-        num += 1
-    return num
+    most = min(len(one), len(other)) // TOKEN_BYTES
+    for num in range(most):
+        span = slice(num * TOKEN_BYTES, (num + 1) * TOKEN_BYTES)
+        if one[span] != other[span]:
+            return num
+    return most

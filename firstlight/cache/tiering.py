@@ -68,7 +68,7 @@ class Tiering:
     def spill(self, block: int) -> None:
         """Copies a block that is about to be used again, in the caller's thread: the reserve was not enough."""
         record = self._index.record(block)
-        if self.tiers.where(record.key) is None:
+        if self._index.is_full(block) and self.tiers.where(record.key) is None:
             record.payload = self._source.read_blocks([block])
             self.tiers.put(record, None)
 
@@ -88,7 +88,7 @@ class Tiering:
                 return
             block = victim
             record = self._index.record(block)
-            is_below = self.tiers.where(record.key) is not None
+            is_below = self.tiers.where(record.key) is not None or not self._index.is_full(block)
             pool.lock([block])
             self._index.evicted(block, record.key)
             pool.forget(block)

@@ -88,6 +88,8 @@ class Scheduler:
         self._admission = Admission(cache, limits)
         self._gate = BatchGate(limits)
         self._served = ServedTokens()
+        self._copies: dict[str, tuple[int, int]] = {}
+        """Per request admitted since the last step, the block to copy for it before the next one's rows run."""
         self._loading = Loading(cache, step_time)
 
     # -- intake ---------------------------------------------------------------------------------------------------
@@ -282,7 +284,8 @@ class Scheduler:
         self._step = step
         self.stats.steps += 1
         ended, self._ended_ids = self._ended_ids, []
-        return StepPlan(step_id=self.stats.steps, rows=step.rows, finished_ids=ended)
+        copies, self._copies = list(self._copies.values()), {}
+        return StepPlan(step_id=self.stats.steps, rows=step.rows, copy_blocks=copies, finished_ids=ended)
 
     def _open_gate(self, now: float) -> None:
         is_busy = self.num_running + self._waiting.num_returning > 0
@@ -421,6 +424,9 @@ class Scheduler:
             return False
         self._waiting.remove(state)
         state.num_computed = self.cache.adopt(state.table, state.tokens, hits)
+        if (rest := self.cache.adopt_rest(state.table, state.tokens)) is not None:
+            state.num_computed += rest[0]
+            self._copies[state.id] = rest[1]
         if state.num_preemptions == 0:
             state.cached_tokens = state.high_water = state.num_computed
             state.cache_miss = self.cache.miss(state.table, len(hits))
@@ -467,6 +473,8 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         """Takes its blocks; what it has said stays known and is computed again when it returns, first of its class."""
+        if self._copies.pop(state.id, None) is None:
+            self.cache.publish_rest(state.table, state.tokens, state.num_computed)
         self.cache.release(state.table)
         self._prefills.pop(state.id, None)
         self._decodes.pop(state.id, None)
@@ -554,6 +562,9 @@ class Scheduler:
             self._waiting.remove(state)
         self._prefills.pop(state.id, None)
         self._decodes.pop(state.id, None)
+        if finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self.cache.publish_rest(state.table, state.tokens, state.num_computed)
+        self._copies.pop(state.id, None)
         self.cache.release(state.table)
         self._served.closed(state.request.tenant)
         if finish in (FinishReason.STOP, FinishReason.LENGTH):

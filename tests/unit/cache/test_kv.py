@@ -248,3 +248,42 @@ def test_miss_of_an_evicted_block_says_so() -> None:
     computed(kv, list(range(16)))
     assert first_miss(kv, list(range(16))) is None
     kv.check([])
+
+
+def rest_hit(kv: KVCache, tokens: list[int], salt: bytes) -> int:
+    """Tokens that are copied from the most similar block behind the full hits."""
+    table = kv.table("probe", salt)
+    kv.adopt(table, tokens, kv.peek(table, tokens))
+    copied = kv.adopt_rest(table, tokens)
+    kv.release(table)
+    return 0 if copied is None else copied[0]
+
+
+def ended(kv: KVCache, tokens: list[int], salt: bytes) -> None:
+    """Has a request compute `tokens` and end."""
+    table = kv.table("first", salt)
+    kv.adopt(table, tokens, kv.peek(table, tokens))
+    assert kv.grow(table, len(tokens))
+    kv.publish(table, tokens, len(tokens))
+    kv.publish_rest(table, tokens, len(tokens))
+    kv.release(table)
+    kv.check([])
+
+
+def test_rest_of_an_ended_request_is_copied_up_to_the_first_other_token() -> None:
+    kv = cache(32)
+    ended(kv, [1, 2, 3, 4, 5, 6, 7], b"")
+    assert rest_hit(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9], b"") == 3
+    assert rest_hit(kv, [1, 2, 3, 4, 5, 6, 0, 8, 9], b"") == 2
+    assert rest_hit(kv, [1, 2, 3, 4, 5, 6], b"") == 1, "a token is left to compute"
+    assert rest_hit(kv, [1, 2, 3, 4, 9], b"") == 0
+
+
+@pytest.mark.parametrize("prefix", [[], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]])
+def test_rest_is_the_tenants_own_wherever_a_declared_prefix_ends(prefix: list[int]) -> None:
+    for tokens in ([1, 2, 3], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 8, 7]):
+        kv = KVCache(32, SIZE, b"w", declared=[prefix] if prefix else [])
+        ended(kv, tokens, b"alice")
+        longer = [*tokens, 30, 31, 32]
+        assert rest_hit(kv, longer, b"bob") == 0
+        assert rest_hit(kv, longer, b"alice") == 3

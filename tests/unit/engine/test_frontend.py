@@ -77,7 +77,7 @@ async def test_generate_usage_counts_prompt_output_and_cached_tokens() -> None:
         await answer(one, "0123456789", GREEDY)
         again = await answer(one, "0123456789", GREEDY)
         assert again.usage is not None
-        assert (again.usage.prompt_tokens, again.usage.completion_tokens, again.usage.cached_tokens) == (10, 8, 8)
+        assert (again.usage.prompt_tokens, again.usage.completion_tokens, again.usage.cached_tokens) == (10, 8, 9)
 
 
 @in_loop
@@ -97,7 +97,7 @@ async def test_generate_n_choices_share_the_prompt_and_differ() -> None:
         completions = await collect(one.generate("n", ids, wanted), 4)
         assert [c.choice for c in completions] == [0, 1, 2, 3]
         assert len({tuple(c.token_ids) for c in completions}) == 4
-        assert one.stats().scheduler.prefill_tokens == 16 + 3 * 4
+        assert one.stats().scheduler.prefill_tokens == 16 + 3 * 1
         single = await collect(one.generate("1", ids, params(temperature=1.0, seed=7, max_tokens=20)), 1)
         assert single[0].token_ids == completions[0].token_ids
 

@@ -191,8 +191,23 @@ def test_whole_prompt_hit_still_computes_the_last_token() -> None:
     drive.add(request("first", range(12), 1))
     drive.finish()
     drive.add(request("second", range(12), 1))
-    assert tokens_by_request(drive.step()) == {"second": 4}
+    assert tokens_by_request(drive.step()) == {"second": 1}
     assert drive.ids("second") == drive.ids("first")
+
+
+def test_prompt_that_leaves_a_cached_one_inside_a_block_copies_what_is_equal() -> None:
+    drive = Drive(block_size=4)
+    drive.add(request("first", range(12), 1))
+    drive.finish()
+    wanted = request("second", [*range(10), 30, 31, 32], 4)
+    drive.add(wanted)
+    plan = drive.step()
+    assert tokens_by_request(plan) == {"second": 3}
+    assert plan is not None
+    assert len(plan.copy_blocks) == 1
+    drive.finish()
+    assert drive.ids("second") == ids_alone(wanted, 64)
+    assert drive.reports["second"].hit_tokens == 10
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
@@ -230,7 +245,7 @@ def test_next_turn_reuses_the_blocks_of_the_answer() -> None:
     drive.finish()
     drive.add(request("second", [*range(6), *drive.ids("first"), 1, 2], 1))
     drive.finish()
-    assert drive.events[-1].cached_tokens == 12
+    assert drive.events[-1].cached_tokens == 13
 
 
 # -- preemption
