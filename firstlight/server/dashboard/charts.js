@@ -22,7 +22,7 @@ export class LineChart {
     const series = this.names.map((label, at) => ({ label, stroke: colour(this.variables[at]), width: 1.5, points: { show: false }, value: (_, v) => v == null ? "-" : v.toFixed(1) }));
     this.plot = new uPlot({
       width: this.element.clientWidth, height: this.element.clientHeight - 26, series: [{}, ...series], cursor: { y: false },
-      axes: [{ ...axis, space: 60 }, { ...axis, size: 44 }],
+      axes: [{ ...axis, space: 60 }, { ...axis, size: 52 }],
       scales: { y: { range: (_, low, high) => [0, Math.max(1, (high ?? 1) * 1.1)] } },
     }, this.data(), this.element);
   }
