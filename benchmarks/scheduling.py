@@ -250,12 +250,14 @@ def pressure(args: argparse.Namespace) -> dict[str, Any]:
     roomy, _ = drive(EngineConfig(**base), requests)
     num_blocks = max(roomy.peak_blocks // 4, args.tokens // 16 + 20)
     ours, _ = drive(EngineConfig(**base, num_blocks=num_blocks), requests)
-    plain, _ = drive(EngineConfig(**base, num_blocks=num_blocks, reserve_output=False, preempt="last-in"), requests)
+    greedy = base | {"num_blocks": num_blocks, "reserve_output": False, "preempt": "last-in"}
+    plain, _ = drive(EngineConfig(**greedy), requests)
+    swapped, _ = drive(EngineConfig(**greedy, host_cache_mb=args.host_cache_mb), requests)
 
     def share(run: Run) -> float:
         return run.stats["recomputed_tokens"] / (run.stats["prefill_tokens"] + run.stats["output_tokens"])
 
-    same = [run.ids == roomy.ids and run.finish == roomy.finish for run in (ours, plain)]
+    same = [run.ids == roomy.ids and run.finish == roomy.finish for run in (ours, plain, swapped)]
     return {
         "requests": len(requests),
         "peak_blocks_unpressured": roomy.peak_blocks,
@@ -263,14 +265,16 @@ def pressure(args: argparse.Namespace) -> dict[str, Any]:
         "finished": sum(finish in (FinishReason.STOP, FinishReason.LENGTH) for finish in ours.finish.values()),
         "same_tokens": same[0],
         "same_tokens_plain": same[1],
-        "leaked_blocks": ours.leaks + plain.leaks,
+        "same_tokens_swapped": same[2],
+        "leaked_blocks": ours.leaks + plain.leaks + swapped.leaks,
         "recomputed_share": share(ours),
         "recomputed_share_plain": share(plain),
+        "recomputed_share_swapped": share(swapped),
         "wall_s": {
             name: max(run.end_s.values()) - min(run.first_s.values())
-            for name, run in (("unpressured", roomy), ("ours", ours), ("plain", plain))
+            for name, run in (("unpressured", roomy), ("ours", ours), ("plain", plain), ("swapped", swapped))
         },
-        "stats": {"unpressured": roomy.stats, "ours": ours.stats, "plain": plain.stats},
+        "stats": {"unpressured": roomy.stats, "ours": ours.stats, "plain": plain.stats, "swapped": swapped.stats},
         "kept": all(same) and ours.leaks == 0 and share(ours) <= share(plain) / 2 and len(ours.finish) == len(requests),
     }
 
@@ -360,6 +364,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="output tokens at most; 0 = 1,500 (stall), 48 (pressure)")
     parser.add_argument("--shorts", type=int, default=20)
     parser.add_argument("--requests", type=int, default=0, help="0 = 500 (pressure), 60 (modes)")
+    parser.add_argument("--host-cache-mb", type=int, default=500, help="host tier of the swapped run (pressure)")
     parser.add_argument("--rows", type=int, default=32, help="requests that may run together (pressure)")
     parser.add_argument("--chars", type=int, default=120, help="prompts are cut here (pressure)")
     parser.add_argument("--trace", type=Path, help="gzip JSONL of arrivals (modes)")
