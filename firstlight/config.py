@@ -120,7 +120,6 @@ class ServerConfig:
     read_timeout_s: float = option(60.0, "longest time a client may take to send headers or body", "s")
     idle_timeout_s: float = option(75.0, "how long a connection without a request stays open", "s")
     keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")
-    slow_reader_s: float = option(30.0, "how long a stream may be blocked by a client that does not read", "s")
     slow_ttft_ms: float = option(
         1000.0, "a request whose first token takes longer is kept longer for `firstlight explain`", "ms"
     )
@@ -128,6 +127,10 @@ class ServerConfig:
     otlp_endpoint: str = option(
         "",
         "OpenTelemetry collector that gets a span per request, as http://127.0.0.1:4318 (extra `otel`)",
+    )
+    slow_reader_s: float = option(300.0, "how long a client may take nothing of what its stream has sent", "s")
+    dead_peer_s: float = option(
+        30.0, "a client whose machine answers nothing at all, not even TCP's probes, for this long is gone", "s"
     )
     stall_s: float = option(30.0, "waiting work and no step for this long makes the server not ready", "s")
     drain_s: float = option(30.0, "how long open requests may run on after SIGTERM or Ctrl-C", "s")

@@ -18,7 +18,11 @@ from firstlight.measure.causes import Trace
 from firstlight.text.pipeline import TextPipeline
 from firstlight.types import CacheReport, FinishReason, OutputDelta, SamplingParams, TokenEvent, TokenLogprob, Usage
 
-__all__ = ["Choice", "Completion", "Generation", "collect"]
+__all__ = ["MAX_MERGED_TOKENS", "Choice", "Completion", "Generation", "collect"]
+
+MAX_MERGED_TOKENS = 256
+"""Most tokens in one delta, so that what a slow reader has left lying does not become one frame of megabytes (with
+`logprobs: 20` a token takes about 2 KB). Text with stop strings is decoded as it comes and not divided again."""
 
 
 class Mailbox:
@@ -58,12 +62,12 @@ class Choice:
         self._error: str | None = None
         self._error_code: str | None = None
         self._embedding: Any = None
+        self._logprobs: list[TokenLogprob] = []
         self._clear_pending()
 
     def _clear_pending(self) -> None:
         self._text: list[str] = []
         self._ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
         self._logits: list[Any] = []
         self._finish: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -71,7 +75,7 @@ class Choice:
 
     def deliver(self, event: TokenEvent) -> bool:
         """Adds one event of the core. Returns: whether a stop string ended the choice, which the core must be told."""
-        if not self._has_pending():
+        if not self.has_pending:
             self._mailbox.ready.append(self)
         self._mailbox.wake.set()
         self._undecoded += event.token_ids
@@ -84,14 +88,14 @@ class Choice:
         self._cache = event.cache
         self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
         if self._params.stop:
-            self._decode()
+            self._decode(None)
         else:
             self.has_ended = event.finish is not None
         return self.has_ended and event.finish is None
 
     def take(self) -> OutputDelta:
-        """Everything pending as one delta."""
-        self._decode()
+        """What is pending as one delta; of much, the first part."""
+        self._decode(None if self._logits else MAX_MERGED_TOKENS)
         finish, num = self._finish, len(self._ids)
         delta = OutputDelta(
             choice=self.index,
@@ -108,23 +112,27 @@ class Choice:
             embedding=self._embedding,
         )
         self.was_taken = finish is not None
+        self._logprobs = self._logprobs[num:]
         self._clear_pending()
         return delta
 
-    def _has_pending(self) -> bool:
-        return bool(self._ids or self._undecoded or self._finish or self._core_finish)
+    @property
+    def has_pending(self) -> bool:
+        """There is something to take."""
+        return not self.was_taken and bool(self._ids or self._undecoded or self._finish or self._core_finish)
 
-    def _decode(self) -> None:
+    def _decode(self, max_tokens: int | None) -> None:
         """Moves undecoded ids through the text pipeline; cuts at a stop string, closes the text at the end."""
         if self._finish is not None:
             return
-        ids, self._undecoded = self._undecoded, []
-        ended_by_id = self._core_finish is FinishReason.STOP
+        ids, self._undecoded = self._undecoded[:max_tokens], self._undecoded[max_tokens:] if max_tokens else []
+        core_finish = None if self._undecoded else self._core_finish
+        ended_by_id = core_finish is FinishReason.STOP
         hidden = 1 if ended_by_id and not self._params.include_stop_str_in_output else 0
         step = self._pipeline.push(ids[: len(ids) - hidden])
         self._text.append(step.text)
         stop = step.stop
-        if stop is None and self._core_finish is not None:
+        if stop is None and core_finish is not None:
             tail = self._pipeline.finish()
             self._text.append(tail.text)
             stop = tail.stop
@@ -134,11 +142,12 @@ class Choice:
         self._num_output += len(ids)
         if stop is not None:
             self._finish, self._stop_reason, self._error = FinishReason.STOP, stop, None
-        elif self._core_finish is not None:
-            self._finish = self._core_finish
+        elif core_finish is not None:
+            self._finish = core_finish
             if ended_by_id and ids[-1] in self._params.stop_token_ids:
                 self._stop_reason = ids[-1]
-        self.has_ended = self._finish is not None
+        if not self._undecoded:
+            self.has_ended = self._finish is not None
 
     def _usage(self) -> Usage:
         return Usage(
@@ -187,7 +196,10 @@ class Generation(AsyncIterator[OutputDelta]):
         except BaseException:
             self._close()
             raise
-        delta = box.ready.popleft().take()
+        choice = box.ready.popleft()
+        delta = choice.take()
+        if choice.has_pending:
+            box.ready.append(choice)
         if delta.finish is not None:
             self._num_open -= 1
         return delta

@@ -58,6 +58,12 @@ class Exchange:
         self.is_complete = False
         """The end of the answer has been given to the server."""
 
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The connection, which our protocol class puts into the scope; None where another server runs the app."""
+        found: asyncio.Transport | None = self.scope.get("extensions", {}).get("firstlight.transport")
+        return found
+
     def adopt_request_id(self) -> None:
         """Takes the client's X-Request-Id, or keeps the one drawn. Raises RequestError if it could break a log line."""
         given = self.headers.get(b"x-request-id")

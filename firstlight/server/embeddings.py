@@ -78,7 +78,7 @@ class EmbeddingRoutes:
             record.stage("receive")
             request = await service.parsed(self._checked, raw)
             ticket.hold(len(request.prompts))
-            watch = ClientWatch(exchange, None, keep_alive_s=config.keep_alive_s, slow_reader_s=config.slow_reader_s)
+            watch = ClientWatch(exchange, None, config)
             async with watch:
                 await self._answer(exchange, request, record, salt)
             outcome = None

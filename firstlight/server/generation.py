@@ -90,8 +90,8 @@ class GenerationRoutes:
     async def _watched(
         self, exchange: Exchange, answer: Answer, stream: EventStream | None, record: RequestRecord, salt: bytes
     ) -> None:
-        service, config = self._service, self._service.config
-        watch = ClientWatch(exchange, stream, keep_alive_s=config.keep_alive_s, slow_reader_s=config.slow_reader_s)
+        service = self._service
+        watch = ClientWatch(exchange, stream, service.config)
         spent_s = time.monotonic() - exchange.arrival_s
         async with watch:
             with (

@@ -23,6 +23,7 @@ from firstlight.measure.log import log_event, log_to_stderr
 from firstlight.server.app import create_app
 from firstlight.server.protocol import bounded_protocol
 from firstlight.server.service import Service
+from firstlight.server.sockets import notice_dead_peers
 
 __all__ = ["RunningServer", "ServerThread", "serve"]
 
@@ -247,6 +248,7 @@ def _bound_socket(config: ServerConfig) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        notice_dead_peers(sock, config.dead_peer_s)
         sock.bind(address)
     except OSError as error:
         sock.close()

@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import struct
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,16 @@ import pytest
 from firstlight.backend.fake import StepCost
 from firstlight.server.run import ServerThread
 from tests.server.conftest import StartServer
-from tests.server.raw import assert_idle_and_whole, connected, events, read_all, read_until, request_bytes, wait_until
+from tests.server.raw import (
+    assert_idle_and_whole,
+    connected,
+    events,
+    read_all,
+    read_until,
+    request_bytes,
+    vanish,
+    wait_until,
+)
 
 NO_END = {"256": -100, "257": -100}
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 2000, "logit_bias": NO_END}
@@ -134,6 +144,52 @@ def test_reader_that_stops_reading_is_cut_and_others_are_not(wide_server: Server
     assert b"[DONE]" not in rest
     sock.close()
     assert_idle_and_whole(wide_server)
+
+
+def test_slow_but_steady_reader_is_not_cut(wide_server: ServerThread) -> None:
+    sock = connected(wide_server, receive_buffer=4096)
+    body = {**LONG, "max_tokens": 1_500, "stream": True, "logprobs": 20}
+    before = _slow_readers(wide_server)
+    sock.sendall(request_bytes(COMPLETIONS, body, headers="connection: close\r\n"))
+    received = read_until(sock, b"data: ")
+    for _ in range(60):  # some 3 s, six times what the server allows; far less is read than waits
+        received += sock.recv(1024)
+        time.sleep(0.05)
+    received += read_all(sock)
+    chunks = events(_dechunked(received))
+    assert chunks[-1] == "[DONE]"
+    assert sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks[:-1]) == 1_500
+    assert _slow_readers(wide_server) == before
+    sock.close()
+    assert_idle_and_whole(wide_server)
+
+
+def test_reader_of_one_byte_at_a_time_gets_its_answer(slow_server: ServerThread) -> None:
+    body = {**LONG, "max_tokens": 30, "seed": 3}
+    whole = httpx.post(slow_server.url + COMPLETIONS, json=body).json()["choices"][0]["text"]
+    sock = connected(slow_server, receive_buffer=2048)
+    sock.sendall(request_bytes(COMPLETIONS, {**body, "stream": True}, headers="connection: close\r\n"))
+    received = b""
+    while byte := sock.recv(1):
+        received += byte
+    chunks = events(_dechunked(received))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole
+    assert chunks[-1] == "[DONE]"
+    sock.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_client_whose_machine_vanished_is_aborted(start_server: StartServer, stream: bool) -> None:
+    server = start_server(backend={"cost": StepCost(step_s=0.02)}, dead_peer_s=2.0, keep_alive_s=0.1)
+    sock = connected(server)
+    sock.sendall(request_bytes(COMPLETIONS, {**LONG, "stream": stream}))
+    if stream:
+        read_until(sock, b"data: ")
+    wait_until(lambda: running(server) == 1, "decode to begin")
+    vanish(sock)
+    assert_idle_and_whole(server)
+    assert server.engine.stats().scheduler.steps < 1_000, "it ran to its end"
+    sock.close()
 
 
 def test_slow_reader_gets_merged_frames_and_the_same_answer(start_server: StartServer) -> None:

@@ -12,6 +12,7 @@ from firstlight.backend.fake import StepCost
 from firstlight.config import EngineConfig
 from firstlight.engine import AsyncEngine, Completion, Generation, collect
 from firstlight.engine.fake import fake_parts
+from firstlight.engine.generation import MAX_MERGED_TOKENS
 from firstlight.errors import BackendError, ConfigError, OverloadedError, RequestError
 from firstlight.types import FinishReason, SamplingParams
 from tests.unit.engine.test_core import WAIT_S, Gate
@@ -188,15 +189,18 @@ async def test_text_code_point_cut_off_by_the_end_is_replaced() -> None:
 
 
 @in_loop
-async def test_slow_reader_gets_one_merged_delta() -> None:
+async def test_slow_reader_gets_few_merged_deltas() -> None:
     async with engine() as one:
-        generation = one.generate("r", [1], params(max_tokens=300, logprobs=1))
+        generation = one.generate("r", [1], params(max_tokens=300, logprobs=1, seed=1))
         await until(lambda: one.stats().scheduler.finished["length"] == 1)
         await asyncio.sleep(0.01)
         deltas = [delta async for delta in generation]
-        assert len(deltas) == 1
-        assert len(deltas[0].token_ids) == 300
-        assert [entry.token_id for entry in deltas[0].logprobs or []] == deltas[0].token_ids
+        assert [len(delta.token_ids) for delta in deltas] == [MAX_MERGED_TOKENS, 300 - MAX_MERGED_TOKENS]
+        assert [delta.finish for delta in deltas] == [None, FinishReason.LENGTH]
+        for delta in deltas:
+            assert [entry.token_id for entry in delta.logprobs or []] == delta.token_ids
+        (whole,) = await collect(one.generate("s", [1], params(max_tokens=300, logprobs=1, seed=1)), 1)
+        assert whole.text == "".join(delta.text for delta in deltas)
 
 
 @in_loop
