@@ -119,6 +119,11 @@ class ServerConfig:
     max_pin_s: float = option(3600.0, "longest time a request may pin its prefix (`cache_control`); 0 = none", "s")
     read_timeout_s: float = option(60.0, "longest time a client may take to send headers or body", "s")
     idle_timeout_s: float = option(75.0, "how long a connection without a request stays open", "s")
+    stream_interval: int = option(1, "tokens of a choice that leave in one frame; its first text never waits", "tokens")
+    coalesce_ms: float = option(0.0, "gather a stream's tokens into one frame for this long; 0 = do not", "ms")
+    pace_ms: float = option(
+        0.0, "hold tokens for at most this long to even out a stream's gaps (request field pace_ms); 0 = do not", "ms"
+    )
     keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")
     slow_ttft_ms: float = option(
         1000.0, "a request whose first token takes longer is kept longer for `firstlight explain`", "ms"

@@ -119,6 +119,8 @@ class Metrics:
             registry=self._registry,
         )
         self._slow_readers = self._counter("slow_readers", "Streams ended because their client did not read")
+        self._reader_gaps = self._counter("reader_gaps", "Gaps between frames with tokens, over all streams that ended")
+        self._reader_gaps_long = self._counter("reader_gaps_long", "Of these, over twice the median of their stream")
         self._finished = Counter(
             _PREFIX + "request_success",
             "Choices that ended by themselves, by finish reason",
@@ -196,6 +198,11 @@ class Metrics:
     def slow_reader(self) -> None:
         """A stream was ended because its client did not read."""
         self._slow_readers.inc()
+
+    def reader_gaps(self, num_gaps: int, num_long: int) -> None:
+        """A stream with so many gaps has ended, so many of them long."""
+        self._reader_gaps.inc(num_gaps)
+        self._reader_gaps_long.inc(num_long)
 
     def failed(self, status: int, code: str) -> None:
         """A request was answered with an error."""

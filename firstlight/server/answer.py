@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
+from firstlight.config import ServerConfig
 from firstlight.engine.generation import Generation
 from firstlight.errors import BackendError, DeadlineError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
 from firstlight.server.merge import merged_batches
+from firstlight.server.pace import Pacing, paced
+from firstlight.server.pieces import Piece
 from firstlight.server.pins import common_tokens
 from firstlight.server.record import RequestRecord, cache_facts
 from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
@@ -22,26 +24,12 @@ from firstlight.server.service import Service
 from firstlight.server.sse import EventStream
 from firstlight.server.wire import GenerationRequest
 from firstlight.text.params import check
-from firstlight.text.tool_parsers import AnswerParser, Part
+from firstlight.text.tool_parsers import AnswerParser
 from firstlight.types import FinishReason, OutputDelta, Pin, TokenLogprob, Usage
 
 __all__ = ["Answer"]
 
 _SHUTDOWN_RETRY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one choice has gained since its last piece."""
-
-    choice: int
-    text: str
-    logprobs: list[TokenLogprob] | None
-    num_tokens: int
-    finish: FinishReason | None
-    parts: list[Part] | None = None
-    """The text taken apart, where the answer is more than text."""
-    has_calls: bool = False
 
 
 class Answer:
@@ -59,6 +47,7 @@ class Answer:
         self._params = request.params
         self._parsers: list[AnswerParser] = []
         self._max_prompt_bytes = service.max_prompt_bytes
+        self._pacing = _pacing(service.config, request)
         self._request = request
         self._record = record
         self._answer_id = answer_id
@@ -235,7 +224,7 @@ class Answer:
 
     async def _send_stream(self, generations: Sequence[Generation], form: AnswerForm, stream: EventStream) -> None:
         opened: set[int] = set()
-        async with aclosing(self._pieces(generations)) as batches:
+        async with aclosing(paced(self._pieces(generations), self._pacing)) as batches:
             async for pieces in batches:
                 frames = []
                 for piece in pieces:
@@ -276,3 +265,8 @@ class Answer:
         if not self._request.timings:
             return None
         return {**self._record.timings(), **cache_facts(self._record.usage)}
+
+
+def _pacing(config: ServerConfig, request: GenerationRequest) -> Pacing:
+    pace_ms = config.pace_ms if request.pace_ms is None else request.pace_ms
+    return Pacing(config.stream_interval, config.coalesce_ms / 1e3, pace_ms / 1e3)

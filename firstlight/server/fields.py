@@ -25,7 +25,7 @@ _MAX_NAME_CHARS = 64
 _SHARED_NAMES = (
     "model stream stream_options n stop max_tokens temperature top_p top_k min_p seed logit_bias presence_penalty "
     "frequency_penalty repetition_penalty ignore_eos stop_token_ids include_stop_str_in_output logprobs timings "
-    "timeout priority deadline_ms response_format structured_outputs guided_json guided_regex guided_choice "
+    "timeout priority deadline_ms pace_ms response_format structured_outputs guided_json guided_regex guided_choice "
     "guided_grammar"
 )
 _SHARED = frozenset(_SHARED_NAMES.split())

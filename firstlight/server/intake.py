@@ -56,6 +56,7 @@ _EMPTY_MESSAGE_FIELDS = frozenset({"annotations", "refusal", "audio", "function_
 _DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
 MAX_TIMEOUT_S = 86400.0
+MAX_PACE_MS = 2000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,7 @@ class Intake:
             timeout_s=_timeout(body.timeout),
             priority=priority_of(body.priority),
             deadline_ms=checked_deadline(body.deadline_ms),
+            pace_ms=_pace(body),
             **rest,
         )
 
@@ -193,6 +195,14 @@ def _timeout(timeout_s: float | None) -> float | None:
             f"`timeout` is {timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:.0f} (a day)", param="timeout"
         )
     return timeout_s
+
+
+def _pace(body: SharedBody) -> float | None:
+    if body.pace_ms is not None and not 0 <= body.pace_ms <= MAX_PACE_MS:
+        raise RequestError(f"`pace_ms` is {body.pace_ms:g} ms, it must be from 0 to {MAX_PACE_MS:.0f}", param="pace_ms")
+    if body.pace_ms and not body.stream:
+        raise RequestError("`pace_ms` needs `stream` to be true", param="pace_ms")
+    return body.pace_ms
 
 
 def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:

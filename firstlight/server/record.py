@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -47,6 +48,7 @@ class RequestRecord:
         self._arrival_s = arrival_s
         self._first_s: float | None = None
         self._last_s: dict[int, float] = {}
+        self._gaps_s: list[float] = []
         self._first_of: dict[int, tuple[float, int]] = {}
         """When the first tokens of a choice left, and how many tokens have left since."""
         self._finishes: dict[int, FinishReason] = {}
@@ -95,6 +97,7 @@ class RequestRecord:
         last_s = self._last_s.get(choice)
         if last_s is not None:
             self._metrics.tokens(now_s - last_s, num_tokens)
+            self._gaps_s.append(now_s - last_s)
             if now_s - last_s > self._longest_gap_s:
                 self._longest_gap_s, self._gap_end_s = now_s - last_s, now_s
         self._metrics.live.tokens(now_s, num_tokens, None if last_s is None else now_s - last_s)
@@ -138,6 +141,9 @@ class RequestRecord:
         num_prompt = self.usage.prompt_tokens if self.usage else self.num_prompt
         finishes = [self._finishes[choice].value for choice in sorted(self._finishes)]
         self._metrics.closed()
+        if self.stream and self._gaps_s:
+            limit_s = 2 * statistics.median(self._gaps_s)
+            self._metrics.reader_gaps(len(self._gaps_s), sum(gap_s > limit_s for gap_s in self._gaps_s))
         self._ended(self._summary(status, outcome or ",".join(finishes)))
         if self._key:
             self._metrics.billed(self._key, num_prompt, self._num_output)

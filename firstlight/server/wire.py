@@ -58,6 +58,7 @@ class SharedBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     priority: str | None = None
     deadline_ms: float | None = None
+    pace_ms: float | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
@@ -166,6 +167,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The last message is the beginning of the answer."""
     priority: int = 0
     deadline_ms: float | None = None
+    pace_ms: float | None = None
+    """Longest time a token may be held to even out the stream's gaps; None = as the server is set."""
     pins: tuple[MessagePin, ...] = ()
 
     @property
