@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from firstlight.cli.arguments import Command
 from firstlight.config import EngineConfig, ServerConfig, option
 
-__all__ = ["COMMANDS", "BenchConfig", "ChatConfig", "DoctorConfig", "ExplainConfig", "PullConfig", "TraceConfig"]
+__all__ = [
+    "COMMANDS",
+    "BenchConfig",
+    "ChatConfig",
+    "DoctorConfig",
+    "ExplainConfig",
+    "PullConfig",
+    "SimulateConfig",
+    "TraceConfig",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,37 @@ class TraceConfig:
     api_key: str = option("", "key that the server wants")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """What to replay, and on what."""
+
+    trace: str = option("", "recorded requests, JSONL or JSONL.gz", "FILE")
+    hardware: str = option("", "hardware file or name (h100-8b, ...); without it only cache hits are counted", "FILE")
+    policy: str = option(
+        "conversation",
+        "which cached blocks are kept; optimum reads the future",
+        choices=("lru", "lfu", "s3fifo", "gdsf", "conversation", "optimum"),
+    )
+    cache_blocks: int = option(0, "blocks of the trace that a replica caches; 0 = what fits the hardware", "blocks")
+    replicas: int = option(1, "engines that share the requests")
+    routing: str = option(
+        "prefix",
+        "which replica gets a request: where most of it is cached, or in turn",
+        choices=("prefix", "round-robin"),
+    )
+    mode: str = option(
+        "continuous", "when requests may join, as in `serve`", choices=("continuous", "dynamic", "static")
+    )
+    batch_size: int = option(8, "requests in a batch of mode static or dynamic", "requests")
+    itl_slo_ms: float = option(0.0, "longest gap between tokens a step may cause, as in `serve`", "ms")
+    requests: int = option(0, "how many of the trace's requests; 0 = all", "requests")
+    trace_speed: float = option(1.0, "times between arrivals are divided by this")
+    slo: str = option("", "objectives for goodput, such as ttft_p95=500ms,itl_p95=50ms")
+    json: bool = option(False, "print one JSON object instead of a table")
+    html: str = option("", "write a page with tables and plots to this file", "FILE")
+    png: str = option("", "write the plots to this file", "FILE")
+
+
 COMMANDS = (
     Command(
         "serve",
@@ -145,6 +185,13 @@ COMMANDS = (
         "Records a server's steps and requests for Perfetto.",
         "firstlight.cli.trace:run",
         (TraceConfig,),
+    ),
+    Command(
+        "simulate",
+        "Replays a recorded trace through scheduler and cache on a virtual clock.",
+        "firstlight.cli.simulate:run",
+        (SimulateConfig,),
+        "trace",
     ),
     Command("version", "Says which version this is.", "firstlight.cli.version:run"),
 )

@@ -80,10 +80,14 @@ class StepTimeModel:
 
     Steps of one kind (number of tokens and context, by powers of two) push out only older steps of their kind, so a
     long run of decode steps does not wash out what prefill costs. Relative error makes a slow outlier weigh little.
+
+    Args:
+        learn_every: once settled, one step in so many is learned from (of decode steps LEARN_EVERY times fewer).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, learn_every: int = 1) -> None:
         self.num_observed = 0
+        self._learn_every = learn_every
         self.overrun = 0.0
         """How much longer than predicted steps take: one in twenty exceeds its prediction by more than this share."""
         self.mean_error = 0.0
@@ -91,6 +95,7 @@ class StepTimeModel:
         self._theta = [c / s for c, s in zip(PRIOR_S, SCALES, strict=True)]
         self._num_skipped = 0
         self._surprise: float
+        self._coefficients: Coefficients
         self._kinds: dict[tuple[int, int], list[float]]
         self._sums: list[float]
         self._start_over(1.0)
@@ -98,7 +103,7 @@ class StepTimeModel:
     @property
     def coefficients(self) -> Coefficients:
         """What each part of a step costs, as far as known."""
-        return Coefficients(*(t * s for t, s in zip(self._theta, SCALES, strict=True)))
+        return self._coefficients
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds a step of this load will take."""
@@ -127,8 +132,9 @@ class StepTimeModel:
         if run_s <= 0:
             return
         self._note_error(run_s / self.predict_s(load) - 1)
-        if self.num_observed >= NUM_SETTLED and load.tokens == load.rows:
-            self._num_skipped = (self._num_skipped + 1) % LEARN_EVERY
+        every = self._learn_every * (LEARN_EVERY if load.tokens == load.rows else 1)
+        if self.num_observed >= NUM_SETTLED and every > 1:
+            self._num_skipped = (self._num_skipped + 1) % every
             if self._num_skipped:
                 return
         if self.num_observed == 0 or self._surprise > MAX_SURPRISE:
@@ -155,6 +161,7 @@ class StepTimeModel:
         """Takes the coefficients, `factor` times as large, for a first guess about an unknown machine."""
         self._surprise = 0.0
         self._theta = [factor * max(t, 1e-3 * p / s) for t, p, s in zip(self._theta, PRIOR_S, SCALES, strict=True)]
+        self._note_coefficients()
         self._kinds = {}
         self._sums = [0.0] * len(PAIRS) + [0.0] * NUM
         for i, t in enumerate(self._theta):
@@ -185,3 +192,7 @@ class StepTimeModel:
                 row = matrix[i]
                 rest = target[i] - sum(map(float.__mul__, row, theta)) + row[i] * theta[i]
                 theta[i] = max(0.0, rest / row[i])
+        self._note_coefficients()
+
+    def _note_coefficients(self) -> None:
+        self._coefficients = Coefficients(*(t * s for t, s in zip(self._theta, SCALES, strict=True)))

@@ -23,9 +23,10 @@ ALLOWED = {
     "measure": CONTRACTS,
     "backend": CONTRACTS | {"models"},
     "scheduler": CONTRACTS | {"cache", "measure", "backend.base"},
+    "simulate": CONTRACTS | {"cache", "measure", "scheduler"},
     "engine": CONTRACTS | {"cache", "text", "models", "measure", "scheduler", "backend.base"},
     "server": CONTRACTS | {"measure", "text", "engine", "backend.base"},
-    "cli": CONTRACTS | {"models", "measure", "engine", "server", "backend.base"},
+    "cli": CONTRACTS | {"models", "measure", "engine", "server", "simulate", "backend.base"},
 }
 # The one place where a backend is picked, and the parts for tests and trials.
 MAY_ALSO = {"engine/load.py": {"backend"}, "engine/fake.py": {"backend.fake"}, "cli/doctor.py": {"backend.cpu"}}

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from firstlight.scheduler import Coefficients, StepLoad, StepTimeModel
-from firstlight.scheduler.steptime import SCALES
 
 TRUE_S = Coefficients(3e-3, 4e-4, 9e-4, 1e-6, 3e-8)
 
@@ -106,7 +105,7 @@ def test_steptime_zero_seconds_is_ignored() -> None:
 @pytest.mark.parametrize("attended_s", [0.0, 1e-22, 1e-18, 1e-14, 1e-10])
 def test_max_chunk_where_attention_costs_almost_nothing_follows_the_tokens(attended_s: float) -> None:
     model = StepTimeModel()
-    model._theta = [c / s for c, s in zip((0.001, 0.001, 0.005, 0.0, attended_s), SCALES, strict=True)]
+    model._coefficients = Coefficients(0.001, 0.001, 0.005, 0.0, attended_s)
     assert model.max_chunk(StepLoad(), 1000, 0.2525) == 50
 
 
