@@ -350,7 +350,7 @@ class EngineCore:
             plan = self._masks.attach(plan)
         load = self._scheduler.planned_load
         predicted_s, coefficients = self.step_time.predict_s(load), self.step_time.coefficients
-        shares, (queue_reason, held_ids) = self._scheduler.planned_shares(), self._scheduler.why_waiting()
+        shares, (queue_reason, held) = self._scheduler.planned_shares(), self._scheduler.why_waiting()
         used_blocks = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
         planned_s = self._clock()
         result = self._backend.run(plan)
@@ -360,7 +360,7 @@ class EngineCore:
             events = [self._failed(event, failed) for event in events]
         self._last_progress_s = self._clock()
         if queue_reason:
-            self.traces.waited(start_s, self._last_progress_s, queue_reason, held_ids)
+            self.traces.waited(start_s, self._last_progress_s, queue_reason, held)
         self.traces.stepped(
             StepRecord(
                 step_id=plan.step_id,

@@ -49,8 +49,8 @@ class _Step:
     prefill_ids: set[str] = field(default_factory=set)
     refusal: str = ""
     """Why the first waiting request that was looked at was not admitted."""
-    held_ids: list[str] = field(default_factory=list)
-    """Waiting requests that let another compute the prefix they share."""
+    held: list[tuple[str, str]] = field(default_factory=list)
+    """Waiting requests that are passed over, and whether for "prefix" or "load"."""
 
 
 class Scheduler:
@@ -122,17 +122,22 @@ class Scheduler:
             StepShare(row.request_id, row.start, len(row.token_ids), row.request_id in prefill_ids) for row in step.rows
         )
 
-    def why_waiting(self) -> tuple[str, list[str]]:
-        """Why the queue is not in the planned step, and who in it waits for an equal prefix instead.
+    def why_waiting(self) -> tuple[str, list[tuple[str, str]]]:
+        """Why the queue is not in the planned step, and who in it waits for something else.
 
-        "kv", "rows" or "batch": the first one that was looked at could not be admitted; "order": other prompts fill the
-        step; "capacity": the running streams leave no time for any; "": nobody waits.
+        "kv", "rows" or "batch": its first request could not be admitted; "order": it could, and other prompts fill the
+        step; "capacity": the running streams leave no time for any; "": nobody waits. Something else is "prefix" (an
+        equal one is being computed) or "load" (its KV comes from a lower tier). Cost: some 10 microseconds.
         """
         step = self._step
         assert step is not None
         if not self._waiting:
             return "", []
-        return step.refusal or ("order" if step.prefill_ids else "capacity"), step.held_ids
+        if not step.refusal:
+            first = next(iter(self._waiting))
+            if self.num_running and not self._has_room(first, self.cache.peek(first.table, first.tokens)):
+                step.refusal = "rows" if self.num_running >= self.limits.max_step_rows else "kv"
+        return step.refusal or ("order" if step.prefill_ids else "capacity"), step.held
 
     def validate(self, request: CoreRequest) -> None:
         """Refuses what could never be served. Reads constants only, so any thread may call it. Raises RequestError."""
@@ -375,13 +380,13 @@ class Scheduler:
             state = waiting[at]
             at += 1
             if self._awaits_equal_prefix(state):
-                step.held_ids.append(state.id)
+                step.held.append((state.id, "prefix"))
                 continue
             if not self._may_start(state):
                 step.refusal = step.refusal or "batch"
                 continue
             if self._awaits_load(state):
-                step.held_ids.append(state.id)
+                step.held.append((state.id, "load"))
                 continue
             if not self._admit(state):
                 step.refusal = step.refusal or ("rows" if self.num_running >= self.limits.max_step_rows else "kv")

@@ -74,11 +74,11 @@ class TraceBook:
         if (trace := self._open.get(core_id)) is not None:
             trace.taken_s = now_s
 
-    def waited(self, start_s: float, end_s: float, reason: str, held: Iterable[str] = ()) -> None:
-        """The queue waited for `reason`; those in `held` waited because an equal prefix was being computed."""
+    def waited(self, start_s: float, end_s: float, reason: str, held: Iterable[tuple[str, str]] = ()) -> None:
+        """The queue waited for `reason`; those in `held` waited for reasons of their own, "prefix" or "load"."""
         _extend(self._queue, start_s, end_s, reason)
-        for core_id in held:
-            _extend(self._held.setdefault(core_id, []), start_s, end_s, "prefix")
+        for core_id, own in held:
+            _extend(self._held.setdefault(core_id, []), start_s, end_s, own)
 
     def stepped(self, record: StepRecord) -> None:
         """A step has ended."""

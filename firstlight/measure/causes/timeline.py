@@ -38,8 +38,9 @@ CAUSES: dict[str, str] = {
     "flush": "writing to the connection",
     "client_slow": "the client, or the network, did not take what was written",
 }
-"""Every cause, and what it means. `queue.rate_limit` and `load_kv` are reserved: who is over a limit is refused at
-once, and KV is not loaded from anywhere yet."""
+"""Every cause, and what it means. `queue.rate_limit` is reserved: who is over a limit is refused at once."""
+_OWN_WAITS = {"prefix": "queue.prefix", "load": "load_kv"}
+"""Reasons that a request has for itself, and the causes they become."""
 
 
 class Span(NamedTuple):
@@ -137,10 +138,10 @@ def _core(line: _Line, trace: Trace) -> None:
 def _queue(line: _Line, trace: Trace, until_s: float | None) -> None:
     if trace.taken_s is not None:
         line.until("queue.step", trace.taken_s if until_s is None else min(until_s, trace.taken_s))
-    queue = [wait for wait in trace.waits if wait.reason != "prefix"]
+    queue = [wait for wait in trace.waits if wait.reason not in _OWN_WAITS]
     if until_s is None:
         until_s = queue[-1].end_s if queue else line.now_s
-    held = [Span("queue.prefix", wait.start_s, wait.end_s) for wait in trace.waits if wait.reason == "prefix"]
+    held = [Span(_OWN_WAITS[w.reason], w.start_s, w.end_s) for w in trace.waits if w.reason in _OWN_WAITS]
     own = _Line(line.now_s, until_s)
     for wait in queue:
         own.until(own.spans[-1].cause if own.spans else "queue.step", wait.start_s)

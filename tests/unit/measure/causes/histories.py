@@ -50,7 +50,7 @@ def traces(draw: st.DrawFn) -> Trace:
     made.taken_s = draw(st.none() | times)
     made.end_s = draw(st.none() | times)
     pairs = [sorted(draw(st.tuples(times, times))) for _ in range(draw(st.integers(0, 4)))]
-    made.waits = [Wait(a, b, draw(st.sampled_from(["kv", "order", "prefix"]))) for a, b in sorted(pairs)]
+    made.waits = [Wait(a, b, draw(st.sampled_from(["kv", "order", "prefix", "load"]))) for a, b in sorted(pairs)]
     for start_s, end_s in sorted(sorted(draw(st.tuples(times, times))) for _ in range(draw(st.integers(0, 6)))):
         mine = StepShare("me", draw(st.integers(0, 60)), draw(st.integers(1, 30)), draw(st.booleans()))
         others = draw(st.lists(shares, max_size=3))

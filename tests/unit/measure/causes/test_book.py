@@ -50,10 +50,10 @@ def test_book_keeps_why_a_request_waited_that_never_ran() -> None:
     book = TraceBook()
     refused, waiting = book.open("refused", 4, 0.0), book.open("waiting", 4, 0.0)
     book.forget("refused")
-    book.waited(0.0, 0.5, "kv", held=["waiting"])
+    book.waited(0.0, 0.5, "kv", held=[("waiting", "load")])
     book.ended(["refused", "waiting"], 1.0)
     assert refused.end_s is None
-    assert (waiting.end_s, [wait.reason for wait in waiting.waits]) == (1.0, ["kv", "prefix"])
+    assert (waiting.end_s, [wait.reason for wait in waiting.waits]) == (1.0, ["kv", "load"])
 
 
 def test_ring_forgets_recent_requests_before_slow_ones() -> None:
