@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from firstlight.models.store import find_local
+
+# How long an example took to draw says what else the machine was doing.
+settings.register_profile("firstlight", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("firstlight")
 
 
 @pytest.fixture(scope="session")

@@ -409,7 +409,7 @@ async def test_encode_prompt_long_text_gives_the_same_ids() -> None:
 
 @in_loop
 async def test_answers_do_not_depend_on_the_company() -> None:
-    async with engine(num_blocks=40, block_size=4, max_step_tokens=24, reserve_output=False) as one:
+    async with engine(num_blocks=20, block_size=4, max_step_tokens=24, reserve_output=False) as one:
         prompts = [f"common beginning {i % 7}" for i in range(24)]
         wanted = [params(temperature=float(i % 2), seed=i, max_tokens=5 + i) for i in range(24)]
         alone = [(await answer(one, *pair)).token_ids for pair in zip(prompts, wanted, strict=True)]
