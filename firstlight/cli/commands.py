@@ -11,8 +11,9 @@ from firstlight.cli.arguments import Command
 from firstlight.config import EngineConfig, ServerConfig, option
 
 __all__ = [
-    "COMMANDS",
     "BenchConfig",
+    "COMMANDS",
+    "CalibrateConfig",
     "ChatConfig",
     "DoctorConfig",
     "ExplainConfig",
@@ -143,6 +144,13 @@ class SimulateConfig:
     png: str = option("", "write the plots to this file", "FILE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateConfig:
+    """Where to put what was measured."""
+
+    output: str = option("hardware.json", "file to write, for `firstlight simulate --hardware`", "FILE")
+
+
 COMMANDS = (
     Command(
         "serve",
@@ -192,6 +200,13 @@ COMMANDS = (
         "firstlight.cli.simulate:run",
         (SimulateConfig,),
         "trace",
+    ),
+    Command(
+        "calibrate",
+        "Measures what steps cost on this machine, for `simulate`.",
+        "firstlight.cli.calibrate:run",
+        (CalibrateConfig, EngineConfig),
+        "model",
     ),
     Command("version", "Says which version this is.", "firstlight.cli.version:run"),
 )

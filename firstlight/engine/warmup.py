@@ -5,7 +5,7 @@ Knows scheduler and backend; its requests never enter the engine's own cache or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from firstlight.backend.base import Backend
@@ -19,14 +19,20 @@ BATCHES = ((1, 48, 6), (4, 16, 4), (16, 4, 4), (1, 160, 2))
 """(requests together, prompt tokens each, output tokens each): one stream, small and large batch, a longer prefill."""
 
 
-def warm_up(backend: Backend, limits: SchedulerLimits, step_time: StepTimeModel, clock: Callable[[], float]) -> None:
-    """Runs BATCHES, each cut to what the limits allow, and feeds `step_time`. Raises BackendError.
+def warm_up(
+    backend: Backend,
+    limits: SchedulerLimits,
+    step_time: StepTimeModel,
+    clock: Callable[[], float],
+    batches: Sequence[tuple[int, int, int]] = BATCHES,
+) -> None:
+    """Runs `batches`, each cut to what the limits allow, and feeds `step_time`. Raises BackendError.
 
     Mutates: overwrites KV blocks, so call it before the first request.
     """
     info = backend.info
     limits = replace(limits, mode="continuous", max_queue_s=0.0)
-    for num_rows, num_prompt, num_output in BATCHES:
+    for num_rows, num_prompt, num_output in batches:
         cache = KVCache(info.num_blocks, info.block_size, info.fingerprint, prefix_cache=False)
         scheduler = Scheduler(cache, limits, clock=clock, step_time=step_time)
         num_prompt = min(num_prompt, scheduler.capacity_tokens - 1)

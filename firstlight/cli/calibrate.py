@@ -1,0 +1,69 @@
+"""`firstlight calibrate`: what steps cost on this machine, as a hardware file for `firstlight simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from firstlight.backend.base import BackendInfo
+from firstlight.cli.arguments import Invocation
+from firstlight.cli.commands import CalibrateConfig
+from firstlight.cli.console import dim, note
+from firstlight.cli.download import fetch_if_missing
+from firstlight.config import EngineConfig
+from firstlight.engine.calibrate import measure_steps
+from firstlight.engine.load import load_parts
+from firstlight.errors import ConfigError
+from firstlight.scheduler import SchedulerLimits, StepLoad, StepTimeModel
+from firstlight.simulate import Hardware
+
+__all__ = ["run"]
+
+
+def run(invocation: Invocation) -> int:
+    """Loads the model, measures, writes the file."""
+    path = Path(invocation.config(CalibrateConfig).output)
+    config = invocation.config(EngineConfig)
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"`{path}`: its folder does not exist", param="output", hint="create the folder first")
+    if config.backend == "cpu":
+        fetch_if_missing(config.model)
+    parts = load_parts(config)
+    try:
+        note(dim(f"measuring steps of {parts.model_name}: about half a minute"))
+        limits = SchedulerLimits.of(parts.backend.info, config)
+        model = measure_steps(parts.backend, limits)
+        hardware = _hardware(parts.model_name, parts.backend.info, limits, model)
+    finally:
+        parts.backend.close()
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
+    one, prompt = StepLoad(), StepLoad()
+    one.add(100, 1)
+    prompt.add(0, 512)
+    alone_ms, prompt_ms = 1e3 * hardware.run_s(one), 1e3 * hardware.run_s(prompt)
+    print(f"{path}: a token alone {alone_ms:.2f} ms, a prompt of 512 tokens {prompt_ms:.0f} ms")
+    return 0
+
+
+def _hardware(model_name: str, info: BackendInfo, limits: SchedulerLimits, model: StepTimeModel) -> Hardware:
+    cost = model.coefficients
+    return Hardware(
+        name=f"{info.name}, {model_name}",
+        assumptions={
+            "what": "measured on this machine by `firstlight calibrate`; HTTP and text are not in it",
+            "threads": info.num_threads,
+            "steps": model.num_observed,
+            "mean_error": round(model.mean_error, 3),
+        },
+        step_s=cost.step_s,
+        row_s=cost.row_s,
+        token_s=cost.token_s,
+        context_s=cost.context_s,
+        pair_s=cost.pair_s,
+        kv_tokens=info.num_blocks * info.block_size,
+        block_size=info.block_size,
+        max_step_rows=limits.max_step_rows,
+        max_step_tokens=limits.max_step_tokens,
+        max_model_len=limits.max_model_len,
+    )
