@@ -1,6 +1,6 @@
 """Prefix blocks hit by every eviction policy, and by the optimum, on recorded traces in order of arrival.
 
-    python benchmarks/eviction.py --out benchmarks/results/eviction.json TRACE[:CAPACITY,...] ...
+    python -m benchmarks.eviction --out benchmarks/results/eviction.json TRACE[:CAPACITY,...] ...
 
 Capacities are in blocks of the trace. Traces are not part of the repository: docs/caching.md says where they come from.
 """
