@@ -12,10 +12,9 @@ from firstlight.cli.commands import CalibrateConfig
 from firstlight.cli.console import dim, note
 from firstlight.cli.download import fetch_if_missing
 from firstlight.config import EngineConfig
-from firstlight.engine.calibrate import measure_steps
+from firstlight.engine.calibrate import MeasuredSteps, measure_steps
 from firstlight.engine.load import load_parts
 from firstlight.errors import ConfigError
-from firstlight.scheduler import SchedulerLimits, StepLoad, StepTimeModel
 from firstlight.simulate import Hardware
 
 __all__ = ["run"]
@@ -32,29 +31,25 @@ def run(invocation: Invocation) -> int:
     parts = load_parts(config)
     try:
         note(dim(f"measuring steps of {parts.model_name}: about half a minute"))
-        limits = SchedulerLimits.of(parts.backend.info, config)
-        model = measure_steps(parts.backend, limits)
-        hardware = _hardware(parts.model_name, parts.backend.info, limits, model)
+        steps = measure_steps(parts.backend, config)
+        hardware = _hardware(parts.model_name, parts.backend.info, steps)
     finally:
         parts.backend.close()
     path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
-    one, prompt = StepLoad(), StepLoad()
-    one.add(100, 1)
-    prompt.add(0, 512)
-    alone_ms, prompt_ms = 1e3 * hardware.run_s(one), 1e3 * hardware.run_s(prompt)
+    alone_ms, prompt_ms = 1e3 * steps.step_s(100, 1), 1e3 * steps.step_s(0, 512)
     print(f"{path}: a token alone {alone_ms:.2f} ms, a prompt of 512 tokens {prompt_ms:.0f} ms")
     return 0
 
 
-def _hardware(model_name: str, info: BackendInfo, limits: SchedulerLimits, model: StepTimeModel) -> Hardware:
-    cost = model.coefficients
+def _hardware(model_name: str, info: BackendInfo, steps: MeasuredSteps) -> Hardware:
+    cost, limits = steps.model.coefficients, steps.limits
     return Hardware(
         name=f"{info.name}, {model_name}",
         assumptions={
             "what": "measured on this machine by `firstlight calibrate`; HTTP and text are not in it",
             "threads": info.num_threads,
-            "steps": model.num_observed,
-            "mean_error": round(model.mean_error, 3),
+            "steps": steps.model.num_observed,
+            "mean_error": round(steps.model.mean_error, 3),
         },
         step_s=cost.step_s,
         row_s=cost.row_s,

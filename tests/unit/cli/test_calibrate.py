@@ -8,7 +8,7 @@ from firstlight.__main__ import main
 from firstlight.backend.fake import FakeBackend, StepCost, VirtualClock
 from firstlight.config import EngineConfig
 from firstlight.engine.calibrate import measure_steps
-from firstlight.scheduler import SchedulerLimits, StepLoad
+from firstlight.scheduler import StepLoad
 from firstlight.simulate import read_hardware
 
 
@@ -33,7 +33,7 @@ def test_measured_steps_are_those_of_the_backend() -> None:
     clock = VirtualClock()
     cost = StepCost(step_s=0.004, row_s=0.0002, token_s=0.001, attended_s=2e-7)
     backend = FakeBackend(num_blocks=1024, max_model_len=4096, cost=cost, sleep=clock.advance)
-    model = measure_steps(backend, SchedulerLimits.of(backend.info, EngineConfig(backend="fake")), clock)
+    model = measure_steps(backend, EngineConfig(backend="fake"), clock).model
     for rows, start, num in ((1, 100, 1), (16, 300, 1), (1, 0, 512), (1, 2000, 64)):
         load = StepLoad()
         for _ in range(rows):
