@@ -89,7 +89,7 @@ def test_preempt_last_in_takes_the_youngest_whatever_it_loses() -> None:
     drive.add(request("young", [2] * 14, 12))
     while drive.scheduler.stats.preemptions == 0:
         drive.step()
-    assert [s.id for s in drive.scheduler._states.values() if s.status is Status.PREEMPTED] == ["young"]
+    assert [s.id for s in drive.scheduler._open.states.values() if s.status is Status.PREEMPTED] == ["young"]
 
 
 def test_preemption_makes_admission_more_careful_until_answers_end() -> None:

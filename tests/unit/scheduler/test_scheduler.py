@@ -264,7 +264,7 @@ def test_preemption_takes_the_request_that_loses_least_and_both_answer_as_alone(
     drive = full_pool()
     while drive.scheduler.stats.preemptions == 0:
         drive.step()
-    (victim,) = [s for s in drive.scheduler._states.values() if s.status is Status.PREEMPTED]
+    (victim,) = [s for s in drive.scheduler._open.states.values() if s.status is Status.PREEMPTED]
     assert victim.id == "young"
     assert victim.num_output > 0
     drive.finish()
@@ -277,7 +277,7 @@ def test_preempted_request_returns_before_newcomers() -> None:
     while drive.scheduler.stats.preemptions == 0:
         drive.step()
     drive.add(request("new", [3] * 2, 1))
-    while len(drive.scheduler._decodes) == 1:
+    while len(drive.scheduler._open.decodes) == 1:
         rows = tokens_by_request(drive.step())
     assert "new" not in rows
 
@@ -299,7 +299,7 @@ def test_preemption_spares_the_more_urgent_class() -> None:
     drive.add(request("young", [2] * 8, 12, priority=0))
     while drive.scheduler.stats.preemptions == 0:
         drive.step()
-    assert [s.id for s in drive.scheduler._states.values() if s.status is Status.PREEMPTED] == ["old"]
+    assert [s.id for s in drive.scheduler._open.states.values() if s.status is Status.PREEMPTED] == ["old"]
 
 
 def test_one_request_alone_can_fill_the_whole_pool() -> None:
