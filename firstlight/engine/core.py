@@ -18,22 +18,20 @@ from firstlight.cache import CacheStats, KVCache, make_policy
 from firstlight.config import EngineConfig
 from firstlight.engine.auditor import Auditor
 from firstlight.engine.masks import MaskWorker
+from firstlight.engine.recorder import StepRecorder
 from firstlight.engine.tiers import attach_tiers
 from firstlight.engine.warmup import warm_up
 from firstlight.errors import BackendError, FirstlightError, OverloadedError, RequestError
-from firstlight.measure.causes import StepRecord, TraceBook
-from firstlight.measure.causes.run_delay import RunDelay, threads_but
+from firstlight.measure.causes import TraceBook
 from firstlight.scheduler import Drafter, Scheduler, SchedulerLimits, SchedulerStats, StepTimeModel
 from firstlight.text.grammar import GrammarCompiler
 from firstlight.types import CoreRequest, FinishReason, TokenEvent
 
-__all__ = ["CoreStats", "EngineCore", "StepRecord"]
+__all__ = ["CoreStats", "EngineCore"]
 
 log = logging.getLogger(__name__)
 
 CLOSING_RETRY_S = 5.0
-IDLE_S = 0.001
-"""Between steps that follow each other passes less."""
 LOAD_WAIT_S = 0.1
 """The tiers' thread wakes the core when a load has been read; this is for batches and deadlines that are due."""
 DEFAULT_PIN_SHARE = 1 / 8
@@ -110,6 +108,7 @@ class EngineCore:
         self._cache = cache
         self._auditor = Auditor(backend, cache, config.audit_share, self.limits.max_step_tokens, clock)
         self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
+        self._recorder = StepRecorder(self._scheduler, self.traces)
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
@@ -124,7 +123,6 @@ class EngineCore:
         self._is_abandoned = False
         self._idle_waiters: list[Future[None]] = []
         self._last_progress_s = 0.0
-        self._run_delay = RunDelay([])
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -280,8 +278,7 @@ class EngineCore:
 
     def _serve(self) -> None:
         """Takes what is in the inbox, runs a step, again; sleeps in the inbox while nothing is open."""
-        python_ids = [thread.native_id for thread in threading.enumerate()]
-        self._run_delay = RunDelay([threading.get_native_id(), *threads_but(python_ids)])
+        self._recorder.watch_threads()
         while not self._is_stopping:
             if not self._scheduler.has_work:
                 self._resolve_idle()
@@ -320,7 +317,7 @@ class EngineCore:
 
     def _end_service(self) -> None:
         """Runs what is left in the inbox, so that nobody waits for an answer that never comes."""
-        self._run_delay.close()
+        self._recorder.close()
         with self._intake_lock:
             self._has_ended = True
         while not self._inbox.empty():
@@ -334,8 +331,7 @@ class EngineCore:
     def _step(self) -> None:
         """One plan, run, absorb. Without a plan it waits for the inbox, at most until a batch is due to start."""
         start_s = self._clock()
-        if start_s - self._last_progress_s > IDLE_S:
-            self._run_delay.since_last_s(0.0)  # what threads waited for while nothing ran is no step's
+        self._recorder.begin(start_s, self._last_progress_s)
         if expired := self._scheduler.drop_expired():
             self._emit(expired)
         plan = self._scheduler.plan()
@@ -344,44 +340,18 @@ class EngineCore:
                 self._wait_for_inbox(LOAD_WAIT_S)
             elif (wake_s := self._scheduler.wake_at_s) is not None:
                 self._wait_for_inbox(max(0.0, wake_s - start_s))
-            self.traces.waited(start_s, self._clock(), "batch")
+            self._recorder.waited(start_s, self._clock())
             return
         if self._masks is not None:
             plan = self._masks.attach(plan)
-        load = self._scheduler.planned_load
-        predicted_s, coefficients = self.step_time.predict_s(load), self.step_time.coefficients
-        shares, (queue_reason, held) = self._scheduler.planned_shares(), self._scheduler.why_waiting()
-        used_blocks = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
-        planned_s = self._clock()
+        record = self._recorder.planned(start_s, self._clock())
         result = self._backend.run(plan)
         ran_s = self._clock()
         events = self._scheduler.absorb(result)
         if self._masks is not None and (failed := self._masks.absorb(events)):
             events = [self._failed(event, failed) for event in events]
         self._last_progress_s = self._clock()
-        if queue_reason:
-            self.traces.waited(start_s, self._last_progress_s, queue_reason, held)
-        self.traces.stepped(
-            StepRecord(
-                step_id=plan.step_id,
-                start_s=start_s,
-                end_s=self._last_progress_s,
-                rows=load.rows,
-                tokens=load.tokens,
-                context=load.context,
-                attended=load.attended,
-                predicted_s=predicted_s,
-                plan_s=planned_s - start_s,
-                run_s=result.run_s,
-                absorb_s=self._last_progress_s - ran_s,
-                shares=shares,
-                coefficients=coefficients,
-                machine_s=self._run_delay.since_last_s(self._last_progress_s - start_s),
-                waiting=self._scheduler.num_waiting,
-                queue_reason=queue_reason,
-                used_blocks=used_blocks,
-            )
-        )
+        self._recorder.ended(plan.step_id, record, run_s=result.run_s, ran_s=ran_s, end_s=self._last_progress_s)
         if events:
             self._emit(events)
         self._cache.spill_ahead()
