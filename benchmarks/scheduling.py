@@ -105,14 +105,44 @@ def gaps(times: Sequence[float], begin: float, end: float) -> list[float]:
     return [b - a for a, b in pairwise(times) if b > begin and a < end]
 
 
+class StolenTime:
+    """When the hypervisor took a CPU away, as far as the kernel counts it: in ticks of 10 ms. 0 on bare machines."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, int]] = []
+
+    async def watch(self) -> None:
+        """Samples until it is cancelled; some 50 microseconds each time."""
+        while True:
+            stat = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+            self._samples.append((time.perf_counter(), int(stat[8])))
+            await asyncio.sleep(0.010)
+
+    def ticks(self, begin: float, end: float) -> int:
+        """Ticks that were counted between two moments, give or take a sample."""
+        before = [ticks for at, ticks in self._samples if at <= begin]
+        after = [ticks for at, ticks in self._samples if at >= end]
+        return (after[0] if after else self._samples[-1][1]) - (before[-1] if before else self._samples[0][1])
+
+    def share(self, begin: float, end: float) -> float:
+        """Of all CPUs' time between two moments."""
+        return self.ticks(begin, end) / os.sysconf("SC_CLK_TCK") / (end - begin) / (os.cpu_count() or 1)
+
+    def untouched(self, times: Sequence[float], begin: float, end: float) -> list[float]:
+        """`gaps` during which no CPU was stolen."""
+        pairs = [(a, b) for a, b in pairwise(times) if b > begin and a < end]
+        return [b - a for a, b in pairs if self.ticks(a, b) == 0]
+
+
 async def stall(args: argparse.Namespace) -> dict[str, Any]:
     """`--streams` streams decode, a long prompt arrives: how long is the longest gap, and the prompt's TTFT?"""
-    rng = random.Random(args.seed)
+    rng, stolen = random.Random(args.seed), StolenTime()
     async with served(args.server) as endpoint:
         await stream(endpoint, words(rng, 64), 16)
         alone = await stream(endpoint, words(rng, args.long), 2)
         times: list[list[float]] = [[] for _ in range(args.streams)]
         running = [asyncio.create_task(stream(endpoint, words(rng, 64), args.tokens, own)) for own in times]
+        running.append(asyncio.create_task(stolen.watch()))
         while min(map(len, times)) < 100:
             await asyncio.sleep(0.01)
         arrived = time.perf_counter()
@@ -123,6 +153,7 @@ async def stall(args: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(*running, return_exceptions=True)
     calm = [b - a for own in times for a, b in pairwise(own[20:]) if b <= arrived]
     during = [gap for own in times for gap in gaps(own, arrived, ended)]
+    untouched = stolen.untouched(times[0], arrived, ended)  # all streams get their tokens together
     limit = TURNS * statistics.median(calm) + EXTRA_S
     return {
         "streams_ran_through": all(own[-1] >= ended - limit for own in times),
@@ -134,6 +165,9 @@ async def stall(args: argparse.Namespace) -> dict[str, Any]:
         "limit_ms": 1e3 * limit,
         "gaps_over_limit": sum(gap > limit for gap in during),
         "gaps": len(during),
+        "stolen_share": stolen.share(arrived, ended),
+        "longest_gap_without_stolen_time_ms": 1e3 * max(untouched, default=0.0),
+        "gaps_without_stolen_time_p99_ms": 1e3 * percentile(untouched or [0.0], 0.99),
         "long_ttft_s": ttft(long),
         "long_ttft_alone_s": ttft(alone),
         "long_ttft_ratio": ttft(long) / ttft(alone),

@@ -63,6 +63,8 @@ class Scheduler:
         self._ended_ids: list[str] = []
         self._step: PlannedStep | None = None
         self._num_added = 0
+        self._absorbed_s: float | None = None
+        """When the last step's result came."""
         self._budget = PrefillBudget(limits, step_time)
         self._admission = Admission(cache, limits)
         self._intake = Intake(cache, limits, step_time, self._admission, self._open)
@@ -255,8 +257,7 @@ class Scheduler:
                 state.first_scheduled_s = now
             step.add_chunk(state, chunk)
         is_wanted = bool(self._open.prefills or self._open.waiting)
-        is_calm = len(step.rows) == num_decodes
-        self._budget.close(decodes, was_starved=is_wanted and is_calm, is_calm=is_calm)
+        self._budget.close(was_starved=is_wanted and len(step.rows) == num_decodes)
 
     # -- preemption -----------------------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class Scheduler:
         assert result.step_id == self.stats.steps, f"result of step {result.step_id}, planned {self.stats.steps}"
         assert len(result.rows) == len(step.rows), f"{len(result.rows)} row results for {len(step.rows)} rows"
         self._step = None
-        self.step_time.observe(step.load, result.run_s)
+        self._note_time(step, result.run_s)
         events = []
         for row, state, drafts, got in zip(step.rows, step.states, step.drafts, result.rows, strict=True):
             assert got.request_id == state.id
@@ -302,6 +303,14 @@ class Scheduler:
             else:
                 self._advance(state, len(row.token_ids))
         return events
+
+    def _note_time(self, step: PlannedStep, run_s: float) -> None:
+        """Learns what the step took; every stream in it had its last token from the step before."""
+        now, before = self._clock(), self._absorbed_s
+        self._absorbed_s = now
+        self.step_time.observe(step.load, run_s)
+        if before is not None and not step.prefill_ids:
+            self._budget.ended(step.load, now - before, run_s, now)
 
     def _advance(self, state: RequestState, num: int) -> None:
         """Counts `num` more tokens as computed and publishes blocks that became full."""

@@ -33,10 +33,10 @@ LEARN_EVERY = 4
 long as planning (80 microseconds in a server whose caches the kernels have just swept)."""
 NUM_TRUSTING = 16
 """For this many first steps an error may be as large as the step: the prior is a guess."""
-SURPRISE_MEMORY = 0.8
-MAX_SURPRISE = 0.6
-"""Share of errors beyond MAX_RELATIVE_ERROR, fading by SURPRISE_MEMORY a step, at which the model starts over: five in
-a row do it, every second step does not. The machine has changed, or the steps it began with were misleading."""
+PACE_STEP, PACE_RETURN, MAX_PACE_ERROR = 0.15, 0.02, 0.3
+"""The pace (how much slower than fitted the machine is just now) follows the last ten steps or so, each error counting
+at most MAX_PACE_ERROR; PACE_RETURN of it a step is left to the coefficients. A neighbour that comes and goes changes
+the pace and leaves what the parts of a step cost, relative to each other, as it was."""
 OVERRUN_QUANTILE = 0.95
 OVERRUN_PACE = 0.04
 MAX_OVERRUN = 0.25
@@ -88,13 +88,12 @@ class StepTimeModel:
     def __init__(self, *, learn_every: int = 1) -> None:
         self.num_observed = 0
         self._learn_every = learn_every
-        self.overrun = 0.0
-        """How much longer than predicted steps take: one in twenty exceeds its prediction by more than this share."""
+        self._overruns = [0.0, 0.0]
         self.mean_error = 0.0
         """Mean of |real - predicted| / predicted over about the last 50 steps."""
         self._theta = [c / s for c, s in zip(PRIOR_S, SCALES, strict=True)]
         self._num_skipped = 0
-        self._surprise: float
+        self._pace = 0.0
         self._coefficients: Coefficients
         self._kinds: dict[tuple[int, int], list[float]]
         self._sums: list[float]
@@ -104,6 +103,16 @@ class StepTimeModel:
     def coefficients(self) -> Coefficients:
         """What each part of a step costs, as far as known."""
         return self._coefficients
+
+    @property
+    def overrun(self) -> float:
+        """How much longer than predicted steps with prefill take than decode steps do, inside 0..MAX_OVERRUN.
+
+        Of each kind one step in twenty exceeds its prediction by more than what is compared. What decode steps exceed
+        theirs by is the machine's noise: it is there without prefill, and filling steps less would not take it away.
+        """
+        decode, prefill = self._overruns
+        return max(0.0, min(MAX_OVERRUN, prefill - decode))
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds a step of this load will take."""
@@ -131,35 +140,36 @@ class StepTimeModel:
         """Learns from one step that took `run_s` seconds, or finds that it has nothing to teach."""
         if run_s <= 0:
             return
-        self._note_error(run_s / self.predict_s(load) - 1)
+        self._note_error(run_s / self.predict_s(load) - 1, has_prefill=load.tokens > load.rows)
         every = self._learn_every * (LEARN_EVERY if load.tokens == load.rows else 1)
         if self.num_observed >= NUM_SETTLED and every > 1:
             self._num_skipped = (self._num_skipped + 1) % every
             if self._num_skipped:
+                self._note_coefficients()
                 return
-        if self.num_observed == 0 or self._surprise > MAX_SURPRISE:
+        if self.num_observed == 0:
             self._start_over(run_s / self.predict_s(load))
         self.num_observed += 1
         features = (1, load.rows, load.tokens, load.context, load.attended)
-        x = [f * s / run_s for f, s in zip(features, SCALES, strict=True)]
+        usual_s = run_s / math.exp(self._pace)
+        x = [f * s / usual_s for f, s in zip(features, SCALES, strict=True)]
         fitted = sum(map(float.__mul__, self._theta, x))
-        is_surprise = abs(1 - fitted) > MAX_RELATIVE_ERROR
-        self._surprise = SURPRISE_MEMORY * self._surprise + (1 - SURPRISE_MEMORY) * is_surprise
         bound = math.inf if self.num_observed <= NUM_TRUSTING else MAX_RELATIVE_ERROR
         self._add((load.tokens.bit_length(), load.context.bit_length()), x, max(fitted - bound, min(fitted + bound, 1)))
         self._solve()
 
-    def _note_error(self, error: float) -> None:
-        """Follows size and upper quantile of the relative error; the first steps say nothing about a fitted model."""
+    def _note_error(self, error: float, *, has_prefill: bool) -> None:
+        """Follows pace, size and upper quantile of the relative error; the first steps say nothing about a fit."""
         if self.num_observed < NUM_TRUSTING:
             return
         self.mean_error += ERROR_PACE * (min(abs(error), 1.0) - self.mean_error)
-        move = OVERRUN_QUANTILE if error > self.overrun else OVERRUN_QUANTILE - 1
-        self.overrun = max(0.0, min(MAX_OVERRUN, self.overrun + OVERRUN_PACE * move))
+        move = OVERRUN_QUANTILE if error > self._overruns[has_prefill] else OVERRUN_QUANTILE - 1
+        self._overruns[has_prefill] = max(0.0, min(1.0, self._overruns[has_prefill] + OVERRUN_PACE * move))
+        short = max(-MAX_PACE_ERROR, min(MAX_PACE_ERROR, math.log1p(error)))
+        self._pace = (1 - PACE_RETURN) * self._pace + PACE_STEP * short
 
     def _start_over(self, factor: float) -> None:
         """Takes the coefficients, `factor` times as large, for a first guess about an unknown machine."""
-        self._surprise = 0.0
         self._theta = [factor * max(t, 1e-3 * p / s) for t, p, s in zip(self._theta, PRIOR_S, SCALES, strict=True)]
         self._note_coefficients()
         self._kinds = {}
@@ -195,4 +205,5 @@ class StepTimeModel:
         self._note_coefficients()
 
     def _note_coefficients(self) -> None:
-        self._coefficients = Coefficients(*(t * s for t, s in zip(self._theta, SCALES, strict=True)))
+        pace = math.exp(self._pace)
+        self._coefficients = Coefficients(*(pace * t * s for t, s in zip(self._theta, SCALES, strict=True)))

@@ -87,6 +87,30 @@ def test_steptime_machine_that_becomes_slower_is_followed() -> None:
     assert model.predict_s(load) == pytest.approx(2.5 * true_s(load), rel=0.2)
 
 
+def test_steptime_bursts_of_a_neighbour_leave_what_parts_cost_relative_to_each_other() -> None:
+    rng = random.Random(6)
+    model, streams, mixed = taught(rng, 100), StepLoad(), StepLoad()
+    for _ in range(8):
+        streams.add(160, 1)
+        mixed.add(160, 1)
+    mixed.add(3000, 8)
+    expected = true_s(mixed) / true_s(streams)
+    for at in range(600):
+        load = replace(mixed)
+        slow = rng.uniform(1.4, 2.5) if at % 30 < 8 else rng.uniform(0.95, 1.05)
+        model.observe(load, true_s(load) * slow)
+        assert model.predict_s(mixed) / model.predict_s(streams) == pytest.approx(expected, rel=0.25)
+
+
+def test_steptime_slow_stretch_is_followed_within_ten_steps_and_left_again() -> None:
+    rng = random.Random(7)
+    model, load = taught(rng, 200), decode_load(rng)
+    for factor in (1.3, 1.0):
+        for _ in range(15):
+            model.observe(load, factor * true_s(load))
+        assert model.predict_s(load) == pytest.approx(factor * true_s(load), rel=0.1)
+
+
 def test_steptime_coefficients_are_never_negative() -> None:
     rng = random.Random(3)
     model = StepTimeModel()
