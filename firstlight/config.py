@@ -124,6 +124,10 @@ class ServerConfig:
     pace_ms: float = option(
         0.0, "hold tokens for at most this long to even out a stream's gaps (request field pace_ms); 0 = do not", "ms"
     )
+    resume_s: float = option(
+        0.0, "how long a stream goes on without its client, which may resume it (Last-Event-ID); 0 = ends at once", "s"
+    )
+    resume_mb: float = option(64.0, "events kept of all streams, for those that are resumed", "MB")
     keep_alive_s: float = option(5.0, "gap between keep-alive comments on a stream that has no token yet", "s")
     slow_ttft_ms: float = option(
         1000.0, "a request whose first token takes longer is kept longer for `firstlight explain`", "ms"

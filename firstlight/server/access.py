@@ -19,7 +19,7 @@ _SALT_CONTEXT = b"firstlight prefix-cache tenant\0"
 
 
 _HEADER_LIST = re.compile(rb"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+)*")
-_DEFAULT_HEADERS = b"Authorization, Content-Type, X-Request-Id"
+_DEFAULT_HEADERS = b"Authorization, Content-Type, Last-Event-ID, X-Request-Id"
 _HEX_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 

@@ -21,7 +21,7 @@ from firstlight.server.pins import common_tokens
 from firstlight.server.record import RequestRecord, cache_facts
 from firstlight.server.render import AnswerForm, ChatForm, ChoiceTotal, CompletionForm, total_usage
 from firstlight.server.service import Service
-from firstlight.server.sse import EventStream
+from firstlight.server.sse import EventSink
 from firstlight.server.wire import GenerationRequest
 from firstlight.text.params import check
 from firstlight.text.tool_parsers import AnswerParser
@@ -60,7 +60,7 @@ class Answer:
         """How long the request may take in all, as its client said."""
         return self._request.timeout_s
 
-    async def respond(self, exchange: Exchange, stream: EventStream | None) -> None:
+    async def respond(self, exchange: Exchange, stream: EventSink | None) -> None:
         """Answers the exchange, through `stream` where there is one.
 
         Raises:
@@ -222,7 +222,7 @@ class Answer:
             return delta.logprobs[:-1]
         return delta.logprobs
 
-    async def _send_stream(self, generations: Sequence[Generation], form: AnswerForm, stream: EventStream) -> None:
+    async def _send_stream(self, generations: Sequence[Generation], form: AnswerForm, stream: EventSink) -> None:
         opened: set[int] = set()
         async with aclosing(paced(self._pieces(generations), self._pacing)) as batches:
             async for pieces in batches:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Awaitable, Callable
 
 from firstlight.config import ServerConfig
 from firstlight.engine.frontend import AsyncEngine
-from firstlight.errors import BackendError, FirstlightError, NotFoundError, RequestError
-from firstlight.measure.log import log_event
-from firstlight.server.asgi import ClientGone, Exchange, Receive, Scope, Send
+from firstlight.errors import FirstlightError, NotFoundError, RequestError
+from firstlight.server.asgi import ClientGone, Exchange, Receive, Scope, Send, logged_failure
 from firstlight.server.debug import REQUEST_PREFIX, DebugRoutes
 from firstlight.server.embeddings import EmbeddingRoutes
 from firstlight.server.generation import GenerationRoutes
@@ -92,19 +89,10 @@ class App:
         except FirstlightError as error:
             await exchange.respond_error(error)
         except Exception as error:
-            log_event(
-                "error",
-                logging.ERROR,
-                request_id=exchange.request_id,
-                route=exchange.path,
-                error=repr(error),
-                where=_innermost(error),
-            )
+            told = logged_failure(exchange, error)
             if exchange.status is not None:
                 raise
-            await exchange.respond_error(
-                BackendError(f"internal error: see the server's log for {exchange.request_id}")
-            )
+            await exchange.respond_error(told)
 
     async def _route(self, exchange: Exchange) -> None:
         try:
@@ -135,12 +123,6 @@ class App:
             if message["type"] == "lifespan.shutdown":
                 self.service.close()
                 return
-
-
-def _innermost(error: Exception) -> str:
-    """File and line where an error came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
 
 
 _LISTING = """firstlight {version}

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
-from firstlight.errors import FirstlightError, OverloadedError, PayloadTooLarge, RequestError
+from firstlight.errors import BackendError, FirstlightError, OverloadedError, PayloadTooLarge, RequestError
+from firstlight.measure.log import log_event
 
-__all__ = ["ClientGone", "Exchange", "Headers", "Receive", "Scope", "Send", "error_body", "error_headers"]
+__all__ = [
+    "ClientGone",
+    "Exchange",
+    "Headers",
+    "Receive",
+    "Scope",
+    "Send",
+    "error_body",
+    "error_headers",
+    "logged_failure",
+]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,7 +35,7 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = b"application/json"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_WANTED_ENDS = frozenset({"cancelled", "timeout", "deadline_exceeded"})
+_WANTED_ENDS = frozenset({"cancelled", "timeout", "deadline_exceeded", "resumed_elsewhere"})
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -149,6 +162,25 @@ def error_headers(error: FirstlightError) -> Headers:
     if error.code in _WANTED_ENDS:
         return [(b"x-should-retry", b"false")]
     return [(b"connection", b"close")] if error.status in (408, 413) else []
+
+
+def logged_failure(exchange: Exchange, error: Exception) -> BackendError:
+    """Logs an error that is ours; what the client is told of it."""
+    log_event(
+        "error",
+        logging.ERROR,
+        request_id=exchange.request_id,
+        route=exchange.path,
+        error=repr(error),
+        where=_innermost(error),
+    )
+    return BackendError(f"internal error: see the server's log for {exchange.request_id}")
+
+
+def _innermost(error: Exception) -> str:
+    """File and line where an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
 
 
 def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:

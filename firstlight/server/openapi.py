@@ -29,12 +29,18 @@ _PLAIN = {
     "/ready": "Requests are taken and make progress.",
     "/version": "The package's version.",
 }
+_LAST_EVENT_ID = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "description": "continues a stream after this event, where the server keeps streams (`--resume-s`)",
+    "schema": {"type": "string", "pattern": "^[!-~]+/[0-9]{1,15}$"},
+}
 _STATUSES = {
     "400": "a field is wrong; the error names it",
     "401": "the API key is missing or wrong",
-    "404": "no such model or open request",
+    "404": "no such model, open request or stream",
     "408": "the body came too slowly, or the request's own `timeout` has passed",
-    "409": "the request was cancelled",
+    "409": "the request was cancelled, or its stream is read by another connection",
     "413": "the body is too large",
     "429": "try again after `Retry-After` seconds",
     "500": "the server failed",
@@ -71,6 +77,7 @@ def openapi_document(version: str) -> dict[str, Any]:
             "post": {
                 "summary": summary,
                 "operationId": path.strip("/").replace("/", "_"),
+                "parameters": [_LAST_EVENT_ID] if streams else [],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
                 "responses": _responses(content),
             }

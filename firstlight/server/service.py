@@ -24,6 +24,7 @@ from firstlight.server.dialect import Dialect
 from firstlight.server.intake import Intake
 from firstlight.server.opened import OpenRequests
 from firstlight.server.record import RequestRecord
+from firstlight.server.resume import KeptStreams
 from firstlight.text.tokenizer import Tokenizer
 
 __all__ = ["BIG_TEXT_BYTES", "Service", "package_version"]
@@ -51,6 +52,7 @@ class Service:
         self.max_body_bytes = int(config.max_body_mb * 1e6)
         self._threads = SizeOrderedPool(_NUM_PARSE_THREADS, "firstlight-parse")
         self.open = OpenRequests()
+        self.kept = KeptStreams(config)
         self.open_since_s: dict[str, float] = {}
         """Arrival of every generation request that is being answered, by answer id."""
 
@@ -153,7 +155,8 @@ class Service:
         assert self.max_prompt_bytes > 0
 
     def close(self) -> None:
-        """Ends the threads, and sends the spans that are queued. Idempotent."""
+        """Ends the threads, forgets kept streams, and sends the spans that are queued. Idempotent."""
+        self.kept.close()
         self._threads.close()
         if self._spans is not None:
             self._spans.close()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
+from typing import Protocol
 
 from firstlight.config import ServerConfig
 from firstlight.errors import FirstlightError
 from firstlight.server.asgi import ClientGone, Exchange, error_body
 from firstlight.server.sockets import is_silent, unread_bytes
 
-__all__ = ["ClientWatch", "EventStream", "SlowReader"]
+__all__ = ["ClientWatch", "EventSink", "EventStream", "SlowReader"]
 
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,6 +23,8 @@ _EVENT_STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _KEEP_ALIVE = b": keep-alive\n\n"
+_KEEP_ALIVE_LINE = b": keep-alive\n"
+"""Where events have ids: after one, stock readers take an empty line for an event without data, and fail on it."""
 _LINGER_S = 5.0
 """How long a stream that was ended for not being read may take to fetch the reason before its connection is cut."""
 BLOCKED_S = 0.001
@@ -40,17 +43,28 @@ class SlowReader(FirstlightError):
     kind = "invalid_request_error"
 
 
-class EventStream:
-    """The answer of one exchange as events. The head goes with the first write, so an early error keeps its status."""
+class EventSink(Protocol):
+    """Takes an answer's events."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    async def write(self, frames: bytes, *, is_last: bool = False) -> None:
+        """Takes whole events; waits while whoever reads them is behind."""
+
+
+class EventStream:
+    """The answer of one exchange as events. The head goes with the first write, so an early error keeps its status.
+
+    Args:
+        blocked: gets the writes that waited, from and until when; at most MAX_BLOCKED of them.
+    """
+
+    def __init__(self, exchange: Exchange, *, has_ids: bool = False, blocked: list[tuple[float, float]]) -> None:
         self._exchange = exchange
         self._lock = asyncio.Lock()
         self.last_write_s = exchange.arrival_s
         self.was_cut = False
         """The client did not read, so the connection is being dropped."""
-        self.blocked: list[tuple[float, float]] = []
-        """The writes that waited, from and until when; at most MAX_BLOCKED of them."""
+        self._blocked = blocked
+        self._comment = _KEEP_ALIVE_LINE if has_ids else _KEEP_ALIVE
         self._rest = b""
         """What the write that is going on, or was cancelled, has not handed over."""
         self._num_sent = 0
@@ -75,8 +89,8 @@ class EventStream:
                 await self._write(frames, is_last=is_last)
             finally:
                 end_s = time.monotonic()
-                if end_s - start_s > BLOCKED_S and len(self.blocked) < MAX_BLOCKED:
-                    self.blocked.append((start_s, end_s))
+                if end_s - start_s > BLOCKED_S and len(self._blocked) < MAX_BLOCKED:
+                    self._blocked.append((start_s, end_s))
 
     async def _write(self, frames: bytes, *, is_last: bool) -> None:
         if self._exchange.status is None:
@@ -112,7 +126,7 @@ class EventStream:
     async def keep_alive(self) -> None:
         """Sends a comment, unless something else is being sent."""
         if not self.is_writing and not self._exchange.is_complete:
-            await self.write(_KEEP_ALIVE)
+            await self.write(self._comment)
 
     async def fail(self, error: FirstlightError, timeout_s: float) -> None:
         """Ends a started stream with an error event; cuts the client that does not read it for `timeout_s`."""
@@ -141,7 +155,8 @@ class EventStream:
 
     def _rest_of_event(self) -> bytes:
         """The end of the event that a cancelled write has left in the middle, so that the next one can be read."""
-        return self._rest[: self._rest.find(_EVENT_END) + len(_EVENT_END)] if self._rest else b""
+        event, end, _ = self._rest.partition(_EVENT_END)
+        return event + end
 
     async def wait_until_dropped(self) -> None:
         """Waits until a connection that was cut is gone, some seconds at most: until then it counts as open."""

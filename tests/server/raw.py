@@ -62,6 +62,16 @@ def read_all(sock: socket.socket) -> bytes:
     return received
 
 
+def dechunked(answer: bytes) -> bytes:
+    """The body of a chunked answer, or the beginning of one."""
+    _, _, rest = answer.partition(b"\r\n\r\n")
+    body = b""
+    while b"\r\n" in rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
+
+
 def wait_until(claim: Any, what: str, timeout_s: float = 20.0) -> None:
     """Returns once `claim()` is true; fails after a time that no healthy run comes near."""
     deadline_s = time.monotonic() + timeout_s

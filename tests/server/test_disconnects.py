@@ -19,6 +19,7 @@ from tests.server.conftest import StartServer
 from tests.server.raw import (
     assert_idle_and_whole,
     connected,
+    dechunked,
     events,
     read_all,
     read_until,
@@ -156,7 +157,7 @@ def test_slow_but_steady_reader_is_not_cut(wide_server: ServerThread) -> None:
         received += sock.recv(1024)
         time.sleep(0.05)
     received += read_all(sock)
-    chunks = events(_dechunked(received))
+    chunks = events(dechunked(received))
     assert chunks[-1] == "[DONE]"
     assert sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks[:-1]) == 1_500
     assert _slow_readers(wide_server) == before
@@ -172,7 +173,7 @@ def test_reader_of_one_byte_at_a_time_gets_its_answer(slow_server: ServerThread)
     received = b""
     while byte := sock.recv(1):
         received += byte
-    chunks = events(_dechunked(received))
+    chunks = events(dechunked(received))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole
     assert chunks[-1] == "[DONE]"
     sock.close()
@@ -200,7 +201,7 @@ def test_slow_reader_gets_merged_frames_and_the_same_answer(start_server: StartS
     sock.sendall(request_bytes(COMPLETIONS, {**body, "stream": True}, headers="connection: close\r\n"))
     head = read_until(sock, b"data: ")
     wait_until(lambda: wide_server.engine.stats().running == 0, "the engine to finish without its reader")
-    chunks = [event for event in events(_dechunked(head + read_all(sock))) if event != "[DONE]"]
+    chunks = [event for event in events(dechunked(head + read_all(sock))) if event != "[DONE]"]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
     assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 100
     sock.close()
@@ -216,16 +217,6 @@ def _slow_readers(server: ServerThread) -> float:
     text = httpx.get(server.url + "/metrics").text
     line = next(line for line in text.splitlines() if line.startswith("firstlight_slow_readers_total{"))
     return float(line.split()[-1])
-
-
-def _dechunked(answer: bytes) -> bytes:
-    """The body of a chunked answer."""
-    _, _, rest = answer.partition(b"\r\n\r\n")
-    body = b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body
 
 
 def test_many_clients_with_random_disconnects_leave_nothing_behind(start_server: StartServer) -> None:
@@ -253,7 +244,7 @@ def test_many_clients_with_random_disconnects_leave_nothing_behind(start_server:
             writer.close()
         assert received.startswith(b"HTTP/1.1 200"), received
         if body["stream"]:
-            assert events(_dechunked(received))[-1] == "[DONE]"
+            assert events(dechunked(received))[-1] == "[DONE]"
         return "done"
 
     async def all_of_them() -> list[str]:
