@@ -137,6 +137,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_logits: bool = False
     forced_ids: tuple[int, ...] = ()
     """Output ids to take in place of the sampled ones (replay, teacher forcing); logits are still computed."""
+    prompt_logprobs: int | None = None
+    """The first event carries the log-probabilities of the prompt's tokens but its first, with so many rivals each."""
     pooling: Literal["mean", "last"] | None = None
     """The last event carries the prompt's hidden states as one vector: their mean, or the last token's."""
     pins: tuple[Pin, ...] = ()
@@ -182,6 +184,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     sample_at: tuple[int, ...] = ()
     sampling: RowSampling | None = None
     return_logits: bool = False
+    targets: list[int] = []
+    """After its i-th token the log-probability of `targets[i]` is wanted, each at the cost of a sampled position. All
+    come before the first sampled position; not together with `hidden_from`."""
+    num_rivals: int = 0
+    """Best tokens to name beside each target."""
     hidden_from: int = -1
     """Hidden states of its tokens from this index on are wanted, each at the cost of a sampled position; -1: none."""
 
@@ -230,6 +237,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    target_logprobs: list[TokenLogprob] = []
+    """One per target of the row."""
     logits: Any = None
     hidden: Any = None
 
@@ -269,6 +278,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """On the last event of a request that was admitted."""
     first_scheduled_s: float | None = None
     """When the request first entered a step, on the monotonic clock; set on its first event."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """On the first event of a request that asked for them."""
     embedding: Any = None
     """`[hidden_size] float64` on the last event of a request with `pooling` that ran to its end."""
 
@@ -295,5 +306,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """On the finishing delta."""
     first_scheduled_s: float | None = None
     """When the choice first entered a step, on the monotonic clock."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """As in TokenEvent."""
     embedding: Any = None
     """As in TokenEvent."""

@@ -315,6 +315,7 @@ class AsyncEngine:
         return_logits: bool = False,
         forced_ids: Sequence[int] = (),
         shown_marks: Sequence[str] = (),
+        prompt_logprobs: int | None = None,
         pooling: Literal["mean", "last"] | None = None,
         pins: Sequence[Pin] = (),
     ) -> Generation:
@@ -329,6 +330,8 @@ class AsyncEngine:
             cache_salt: requests share cached prefixes only under an equal salt.
             forced_ids: output ids to take in place of sampled ones.
             shown_marks: special tokens, by their spelling, that stay in the text (marks of tool calls, say).
+            prompt_logprobs: each choice's first delta carries the log-probabilities of the prompt's tokens from its
+                second on, with so many rivals each; the whole prompt is computed, without the prefix cache.
             pooling: the finishing delta carries the prompt's hidden states, pooled.
             pins: leading tokens of the prompt to keep in the prefix cache, and how long.
 
@@ -384,6 +387,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     return_logits=return_logits,
                     forced_ids=tuple(forced_ids),
+                    prompt_logprobs=prompt_logprobs,
                     pooling=pooling,
                     pins=tuple(pins),
                 )

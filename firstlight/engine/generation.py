@@ -62,6 +62,7 @@ class Choice:
         self._error: str | None = None
         self._error_code: str | None = None
         self._embedding: Any = None
+        self._prompt_logprobs: list[TokenLogprob] | None = None
         self._logprobs: list[TokenLogprob] = []
         self._clear_pending()
 
@@ -84,6 +85,8 @@ class Choice:
             self._logits.append(event.logits)
         self._core_finish, self._error, self._error_code = event.finish, event.error, event.error_code
         self._embedding = event.embedding
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         self._cached_tokens = event.cached_tokens
         self._cache = event.cache
         self._first_scheduled_s = self._first_scheduled_s or event.first_scheduled_s
@@ -109,8 +112,10 @@ class Choice:
             error_code=self._error_code,
             usage=self._usage() if finish is not None else None,
             first_scheduled_s=self._first_scheduled_s,
+            prompt_logprobs=self._prompt_logprobs,
             embedding=self._embedding,
         )
+        self._prompt_logprobs = None
         self.was_taken = finish is not None
         self._logprobs = self._logprobs[num:]
         self._clear_pending()

@@ -116,7 +116,8 @@ class Scheduler:
         self.refuse_if_full(self.num_waiting)
         if request.request_id in self._open.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", param="request_id")
-        is_shared = request.pooling != "mean"  # which needs every token to be computed
+        # whoever wants something of every token of its prompt needs every one to be computed
+        is_shared = request.pooling != "mean" and request.prompt_logprobs is None
         state = RequestState(request, self.cache.table(request.request_id, request.cache_salt, is_shared=is_shared))
         state.max_tokens = min(request.max_tokens, self.capacity_tokens - state.num_prompt)
         remaining = state.num_prompt - len(self.cache.peek(state.table, state.tokens)) * self.cache.block_size
@@ -247,7 +248,7 @@ class Scheduler:
                 break
             start, num_blocks = state.num_computed, len(state.table.blocks) + self.cache.num_free
             chunk = min(chunk, num_blocks * self.cache.block_size - start)
-            if state.pool is not None and state.pool.needs_every_token:
+            if state.samples_every_token:
                 chunk = min(chunk, step.spare_samples(self.limits))
             if chunk <= 0:
                 step.refusal = step.refusal or "kv"
@@ -298,6 +299,8 @@ class Scheduler:
             assert got.request_id == state.id
             if state.pool is not None and row.hidden_from >= 0:
                 state.pool.add(row.start, got.hidden)
+            if row.targets:
+                state.prompt_logprobs += got.target_logprobs
             if row.sample_at:
                 events.append(self._absorb_samples(state, drafts, len(row.token_ids) - len(drafts), got))
             else:
@@ -396,6 +399,7 @@ class Scheduler:
             cached_tokens=state.cached_tokens,
             cache=state.cache_report() if finish is not None else None,
             first_scheduled_s=state.first_scheduled_s if first else None,
+            prompt_logprobs=state.prompt_logprobs if first and state.request.prompt_logprobs is not None else None,
             embedding=None if state.pool is None or got is None or finish is None else state.pool.vector(),
         )
 

@@ -6,7 +6,7 @@ import enum
 
 from firstlight.cache import BlockTable, LoadTicket
 from firstlight.scheduler.pool import Pool
-from firstlight.types import CacheMiss, CacheReport, CoreRequest, FinishReason, RowSampling
+from firstlight.types import CacheMiss, CacheReport, CoreRequest, FinishReason, RowSampling, TokenLogprob
 
 __all__ = ["RequestState", "Status"]
 
@@ -44,6 +44,7 @@ class RequestState:
         "num_prompt",
         "pinned_tokens",
         "pool",
+        "prompt_logprobs",
         "rank",
         "request",
         "status",
@@ -74,6 +75,8 @@ class RequestState:
         self.expected_output = 0
         """Output tokens set aside for it in all; 0: not asked yet."""
         self.pool = Pool(request.pooling) if request.pooling is not None else None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from its second on, as far as they are known."""
         self.first_scheduled_s: float | None = None
         self.was_reported = False
         self.status = Status.WAITING
@@ -95,6 +98,26 @@ class RequestState:
     def gap(self) -> int:
         """Known tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def samples_every_token(self) -> bool:
+        """Each token of its next chunk takes a sampled position."""
+        return (self.pool is not None and self.pool.needs_every_token) or self._wants_targets
+
+    @property
+    def _wants_targets(self) -> bool:
+        return self.request.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    def targets(self, num: int) -> list[int]:
+        """The prompt's tokens that follow on each of its next `num` tokens, where their logprobs are still wanted.
+
+        Mutates: begins anew at position 0, because its request was preempted.
+        """
+        if not self._wants_targets:
+            return []
+        if self.num_computed == 0:
+            self.prompt_logprobs = []
+        return self.request.prompt_ids[self.num_computed + 1 : self.num_computed + num + 1]
 
     @property
     def is_loading(self) -> bool:

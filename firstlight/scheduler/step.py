@@ -32,6 +32,7 @@ class PlannedStep:
         num_known = len(token_ids) - len(drafts)
         samples = state.num_computed + num_known == len(state.tokens)
         hidden_from = -1 if state.pool is None else state.pool.first_of(len(token_ids), is_last=samples)
+        targets = state.targets(len(token_ids))
         self.rows.append(
             StepRow(
                 request_id=state.id,
@@ -41,10 +42,15 @@ class PlannedStep:
                 sample_at=tuple(range(num_known - 1, len(token_ids))) if samples else (),
                 sampling=state.sampling() if samples else None,
                 return_logits=state.request.return_logits and samples,
+                targets=targets,
+                num_rivals=state.request.prompt_logprobs or 0,
                 hidden_from=hidden_from,
             )
         )
-        self.num_sampled += len(token_ids) - hidden_from if hidden_from >= 0 else len(self.rows[-1].sample_at)
+        if hidden_from >= 0:
+            self.num_sampled += len(token_ids) - hidden_from
+        else:
+            self.num_sampled += len(self.rows[-1].sample_at) + len(targets)
         self.states.append(state)
         self.drafts.append(drafts)
         self.load.add(state.num_computed, len(token_ids))

@@ -8,12 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from firstlight.config import ServerConfig
 from firstlight.engine.generation import Generation
 from firstlight.errors import BackendError, DeadlineError, FirstlightError, OverloadedError, RequestError
 from firstlight.server.asgi import Exchange
+from firstlight.server.echo import Echo
 from firstlight.server.merge import merged_batches
 from firstlight.server.pace import Pacing, paced
 from firstlight.server.pieces import Piece
@@ -128,6 +132,7 @@ class Answer:
         """One generation per prompt; none goes on if one is refused."""
         generations: list[Generation] = []
         params, options = self._params, self._urgency()
+        options["prompt_logprobs"] = params.logprobs if self._request.echo else None
         marks = self._dialect.marks(self._request.tools) if self._parsers else ()
         try:
             for at, ids in enumerate(prompts):
@@ -168,15 +173,21 @@ class Answer:
         form.includes_usage = request.include_usage
         return form
 
-    def _echoes(self, prompts: Sequence[list[int]]) -> list[str]:
-        """The prompt's text per choice, as the client wrote it or, for ids, decoded."""
+    def _echoes(self, prompts: Sequence[list[int]]) -> list[Echo]:
+        """The prompt per choice, as the client wrote it or, for ids, decoded."""
         if not self._request.echo:
             return []
-        texts = [
-            prompt if isinstance(prompt, str) else self._engine.decode(ids)
+        is_special = self._engine.tokenizer.is_special
+        echoes = [
+            Echo(
+                prompt if isinstance(prompt, str) else self._engine.decode(ids),
+                [(token_id, is_special(token_id)) for token_id in ids]
+                if self._request.params.logprobs is not None
+                else [],
+            )
             for prompt, ids in zip(self._request.prompts, prompts, strict=True)
         ]
-        return [text for text in texts for _ in range(self._request.params.n)]
+        return [echo for echo in echoes for _ in range(self._request.params.n)]
 
     async def _pieces(self, generations: Sequence[Generation]) -> AsyncGenerator[list[Piece]]:
         """All that is waiting at a time, until every choice has ended. Raises where a choice does not end by itself."""
@@ -189,18 +200,28 @@ class Answer:
             self._record.scheduled(delta.first_scheduled_s)
         if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
             raise self._failure(delta)
+        if self._request.is_prompt_only:
+            return self._prompt_piece(choice, delta)
         if delta.finish is not None:
             self._record.finished(choice, delta.finish)
         if delta.usage is not None:
             self._usages[choice] = delta.usage
         logprobs, num_tokens = self._shown_logprobs(delta), len(delta.token_ids)
         if not self._parsers:
-            return Piece(choice, delta.text, logprobs, num_tokens, delta.finish)
+            piece = Piece(choice, delta.text, logprobs, num_tokens, delta.finish)
+            return replace(piece, prompt_logprobs=delta.prompt_logprobs)
         parser = self._parsers[choice]
         parts = parser.push(delta.text)
         if delta.finish is not None:
             parts += parser.finish()
         return Piece(choice, delta.text, logprobs, num_tokens, delta.finish, parts, parser.num_calls > 0)
+
+    def _prompt_piece(self, choice: int, delta: OutputDelta) -> Piece:
+        """What is shown of a choice that says nothing: its one token is left out."""
+        self._record.finished(choice, FinishReason.LENGTH)
+        if delta.usage is not None:
+            self._usages[choice] = msgspec.structs.replace(delta.usage, completion_tokens=0)
+        return Piece(choice, "", None, 0, FinishReason.LENGTH, prompt_logprobs=delta.prompt_logprobs)
 
     def _failure(self, delta: OutputDelta) -> FirstlightError:
         """Why a choice did not end by itself. Only a closing engine aborts what its client still waits for."""
@@ -230,7 +251,7 @@ class Answer:
                 for piece in pieces:
                     if piece.choice not in opened:
                         opened.add(piece.choice)
-                        frames.append(form.opening(piece.choice))
+                        frames.append(form.opening(piece.choice, piece.prompt_logprobs))
                     frames.append(self._frames(form, piece))
                 self._record.ready()
                 if any(frames):
@@ -253,6 +274,7 @@ class Answer:
                 for piece in pieces:
                     self._record.ready()
                     totals[piece.choice].add(piece.text, piece.logprobs, piece.finish, piece.parts)
+                    totals[piece.choice].prompt_logprobs += piece.prompt_logprobs or ()
                     self._record.tokens(piece.choice, piece.num_tokens)
         await exchange.respond(200, form.whole(totals, self._total_usage(), self._timings()))
 

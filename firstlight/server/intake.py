@@ -104,12 +104,11 @@ class Intake:
                 param="best_of",
             )
         _require_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
-        if body.echo and body.logprobs is not None:
-            raise UnsupportedParameter("`echo` with `logprobs` is not supported: ask for one of them", param="echo")
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        _require_range("max_tokens", max_tokens, 1, _INT64)
-        params = self._params(body, max_tokens, body.logprobs)
-        return self._request(body, params, prompts=prompts, echo=body.echo)
+        is_prompt_only = body.echo and max_tokens == 0
+        _require_range("max_tokens", max_tokens, 0 if is_prompt_only else 1, _INT64)
+        params = self._params(body, max(1, max_tokens), body.logprobs)
+        return self._request(body, params, prompts=prompts, echo=body.echo, is_prompt_only=is_prompt_only)
 
     def tokenize(self, raw: bytes) -> tuple[str, bool, bool]:
         """(text, add_special, parse_special) of a POST /tokenize body. Raises RequestError."""

@@ -22,6 +22,8 @@ class Piece:
     parts: list[Part] | None = None
     """The text taken apart, where the answer is more than text."""
     has_calls: bool = False
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt's tokens from its second on: in a choice's first piece, where asked for."""
 
     def then(self, later: Piece) -> Piece:
         """This and what the same choice gained next, as one."""
@@ -33,4 +35,5 @@ class Piece:
             later.finish,
             None if self.parts is None or later.parts is None else self.parts + later.parts,
             later.has_calls,
+            self.prompt_logprobs,
         )

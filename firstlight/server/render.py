@@ -5,13 +5,13 @@ Knows the JSON shapes; knows no HTTP, no engine and no time.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from firstlight.server.echo import Echo, TextOffset
 from firstlight.text.tool_parsers import Part
 from firstlight.types import FinishReason, TokenLogprob, Usage
 
@@ -23,6 +23,10 @@ TokenBytes = Callable[[int], bytes]
 _ENCODER = msgspec.json.Encoder()
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; the value OpenAI's answers use."""
+
+
+_NO_LOGPROB = 0.0
+"""Stands for the first token of a prompt, which nothing comes before: the published schema takes numbers only."""
 
 
 class _Logprob(msgspec.Struct):
@@ -45,6 +49,15 @@ class _CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
+
+    def then(self, later: _CompletionLogprobs) -> _CompletionLogprobs:
+        """These and what follows them."""
+        return _CompletionLogprobs(
+            self.tokens + later.tokens,
+            self.token_logprobs + later.token_logprobs,
+            self.top_logprobs + later.top_logprobs,
+            self.text_offset + later.text_offset,
+        )
 
 
 class _Function(msgspec.Struct):
@@ -120,6 +133,7 @@ class ChoiceTotal:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.finish = FinishReason.STOP
         self.parts: list[Part] | None = None
         """The answer taken apart, where it is more than text."""
@@ -142,7 +156,7 @@ class ChoiceTotal:
 class AnswerForm(Protocol):
     """How one route's answers look: `opening`, `piece` and `last` give frames of a stream, `whole` a plain body."""
 
-    def opening(self, choice: int) -> bytes:
+    def opening(self, choice: int, prompt_logprobs: list[TokenLogprob] | None = None) -> bytes:
         """What comes before a choice's first piece; may be empty."""
 
     def piece(self, choice: int, text: str, logprobs: list[TokenLogprob] | None, finish: FinishReason | None) -> bytes:
@@ -193,7 +207,7 @@ class ChatForm(_Form):
 
     _CHUNK = "chat.completion.chunk"
 
-    def opening(self, choice: int) -> bytes:
+    def opening(self, choice: int, prompt_logprobs: list[TokenLogprob] | None = None) -> bytes:
         """The role."""
         return event(self._answer(self._CHUNK, [_ChatChunkChoice(choice, _Delta("assistant", ""))], None, None))
 
@@ -295,21 +309,21 @@ def _message(total: ChoiceTotal) -> _Message:
 class CompletionForm(_Form):
     """`text_completion`, the same shape for chunks and whole answers.
 
-    `echoes` holds the prompt's text per choice where it was asked for, else nothing.
+    `echoes` holds the prompt per choice where it was asked for, else nothing.
     """
 
-    def __init__(self, *args: Any, echoes: list[str], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, echoes: list[Echo], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._echoes = echoes
-        self._offsets: dict[int, _TextOffset] = {}
+        self._offsets: dict[int, TextOffset] = {}
 
-    def opening(self, choice: int) -> bytes:
+    def opening(self, choice: int, prompt_logprobs: list[TokenLogprob] | None = None) -> bytes:
         """The echoed prompt."""
         if not self._echoes:
             return b""
-        return event(
-            self._answer("text_completion", [_TextChoice(choice, self._echoes[choice], None, None)], None, None)
-        )
+        logprobs = self._echoed(choice, prompt_logprobs or []) if self._has_logprobs else None
+        echo = _TextChoice(choice, self._echoes[choice].text, logprobs, None)
+        return event(self._answer("text_completion", [echo], None, None))
 
     def piece(self, choice: int, text: str, logprobs: list[TokenLogprob] | None, finish: FinishReason | None) -> bytes:
         """One chunk."""
@@ -325,21 +339,20 @@ class CompletionForm(_Form):
 
     def whole(self, totals: list[ChoiceTotal], usage: Usage, timings: dict[str, float | str] | None) -> bytes:
         """The `text_completion` body."""
-        choices = [
-            _TextChoice(
-                at,
-                (self._echoes[at] if self._echoes else "") + "".join(total.texts),
-                self._logprobs(at, total.logprobs),
-                total.finish.value,
-            )
-            for at, total in enumerate(totals)
-        ]
+        choices = []
+        for at, total in enumerate(totals):
+            text = (self._echoes[at].text if self._echoes else "") + "".join(total.texts)
+            echoed = self._echoed(at, total.prompt_logprobs) if self._echoes and self._has_logprobs else None
+            logprobs = self._logprobs(at, total.logprobs)
+            if echoed is not None and logprobs is not None:
+                logprobs = echoed.then(logprobs)
+            choices.append(_TextChoice(at, text, logprobs, total.finish.value))
         return _ENCODER.encode(self._answer("text_completion", choices, usage, timings))
 
     def _logprobs(self, choice: int, logprobs: list[TokenLogprob] | None) -> _CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
-        offset = self._offsets.setdefault(choice, _TextOffset())
+        offset = self._offsets.setdefault(choice, TextOffset())
         raws = [self._token_bytes(logprob.token_id) for logprob in logprobs or ()]
         return _CompletionLogprobs(
             tokens=[_as_text(raw) for raw in raws],
@@ -348,23 +361,24 @@ class CompletionForm(_Form):
             text_offset=[offset.before(raw) for raw in raws],
         )
 
+    def _echoed(self, choice: int, logprobs: list[TokenLogprob]) -> _CompletionLogprobs:
+        """The prompt's logprobs, of which there is none for its first token. Call it before the answer's."""
+        echo = self._echoes[choice]
+        offset = self._offsets[choice] = TextOffset()
+        shown = echo.shown([self._token_bytes(token_id) for token_id, _ in echo.tokens])
+        starts = [offset.before(raw) for raw in shown]
+        offset.begin_at(len(echo.text))
+        return _CompletionLogprobs(
+            tokens=[_as_text(self._token_bytes(token_id)) for token_id, _ in echo.tokens],
+            token_logprobs=[_NO_LOGPROB, *(max(logprob.logprob, _LOWEST_LOGPROB) for logprob in logprobs)],
+            top_logprobs=[{}, *(self._rivals(logprob) for logprob in logprobs)],
+            text_offset=starts,
+        )
+
     def _rivals(self, logprob: TokenLogprob) -> dict[str, float]:
         """The most likely tokens by text, the sampled one always among them."""
         pairs = [(logprob.token_id, logprob.logprob), *logprob.top]
         return {_as_text(self._token_bytes(token_id)): max(value, _LOWEST_LOGPROB) for token_id, value in pairs}
-
-
-class _TextOffset:
-    """Where each token begins in the text, in characters; a token inside a code point begins where that one does."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_chars = 0
-
-    def before(self, raw: bytes) -> int:
-        start = self._num_chars
-        self._num_chars += len(self._decoder.decode(raw))
-        return start
 
 
 def event(answer: msgspec.Struct) -> bytes:

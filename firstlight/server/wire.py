@@ -161,6 +161,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    is_prompt_only: bool = False
+    """Nothing is to be generated: the one token that is, to compute the prompt, is not shown and not counted."""
     timings: bool = False
     timeout_s: float | None = None
     is_continuation: bool = False

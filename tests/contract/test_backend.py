@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -103,6 +104,28 @@ def test_logits_any_chunk_size_gives_the_same_bits(make_backend: MakeBackend, ch
     tokens = prompt(backend, 100)
     whole = all_logits(backend, tokens, range(7), [100])
     assert np.array_equal(all_logits(backend, tokens, range(7, 14), chunks), whole)
+
+
+def test_targets_get_the_logprobs_that_sampling_them_gives(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    tokens = prompt(backend, 60)
+    (sampled,) = run(backend, row(tokens, 0, range(4), sample_at=range(60), logprobs=3, seed=5, temperature=1.0))
+    assert sampled.logprobs is not None
+    for chunks in ([60], [7] * 9, [1] * 60):
+        start, found = 0, []
+        for size in chunks:
+            part = row(tokens[start : start + size], start, range(4, 8))
+            targets = sampled.token_ids[start : start + len(part.token_ids)]
+            (got,) = run(backend, msgspec.structs.replace(part, targets=targets, num_rivals=3))
+            found += got.target_logprobs
+            start += size
+        assert found == sampled.logprobs, chunks
+    ahead, behind = row(tokens[:20], 0, [8, 9], sample_at=[19], logprobs=1), row(tokens[20:], 20, range(4, 8))
+    together = msgspec.structs.replace(ahead, targets=tokens[1:20]), msgspec.structs.replace(behind, targets=[1])
+    first, second = run(backend, *together)
+    assert [one.token_id for one in first.target_logprobs] == tokens[1:20]
+    assert first.token_ids == run(backend, ahead)[0].token_ids
+    assert [one.token_id for one in second.target_logprobs] == [1]
 
 
 def test_logits_scattered_blocks_give_the_same_bits(make_backend: MakeBackend) -> None:

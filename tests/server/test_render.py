@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight.server.echo import Echo
 from firstlight.server.render import ChatForm, ChoiceTotal, CompletionForm, total_usage
 from firstlight.types import FinishReason, TokenLogprob, Usage
 from tests.server.raw import events
@@ -28,7 +29,7 @@ def chat_form(*, has_logprobs: bool = False) -> ChatForm:
 
 
 def text_form(*, has_logprobs: bool = False, echoes: tuple[str, ...] = ()) -> CompletionForm:
-    return CompletionForm(*HEAD, byte, has_logprobs=has_logprobs, echoes=list(echoes))
+    return CompletionForm(*HEAD, byte, has_logprobs=has_logprobs, echoes=[Echo(echo, []) for echo in echoes])
 
 
 def whole_of(form: ChatForm | CompletionForm, total: ChoiceTotal) -> Any:

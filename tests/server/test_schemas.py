@@ -43,11 +43,14 @@ def validators() -> Validators:
     }
 
 
+ECHO = {"echo": True, "logprobs": 2}
 CALLS = {
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "null"}}}}}],
     "tool_choice": "required",
     "max_tokens": 200,
 }
+COMPLETION_VARIANTS = [*VARIANTS, {"logprobs": 0}, {"logprobs": 3, "n": 2}, {"echo": True}, ECHO]
+COMPLETION_VARIANTS += [{**ECHO, "max_tokens": 0}]
 CHAT_VARIANTS = [*VARIANTS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4, "n": 2}, CALLS]
 CHAT_VARIANTS += [{**CALLS, "logprobs": True, "n": 2}, {"response_format": {"type": "json_object"}}]
 
@@ -65,7 +68,7 @@ def test_chat_answers_and_chunks_fit_the_schema(
         validators["CreateChatCompletionStreamResponse"].validate(chunk)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, {"logprobs": 0}, {"logprobs": 3, "n": 2}, {"echo": True}])
+@pytest.mark.parametrize("variant", COMPLETION_VARIANTS)
 def test_completion_answers_fit_the_schema(http: httpx.Client, validators: Validators, variant: dict[str, Any]) -> None:
     whole = http.post("/v1/completions", json={"prompt": "x", **variant}).json()
     validators["CreateCompletionResponse"].validate(whole)

@@ -117,7 +117,10 @@ WRONG_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"echo": True, "logprobs": 21}, "logprobs"),
     ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ({"messages": [USER]}, "messages"),
 ]

@@ -5,6 +5,7 @@ Knows plans, arrays and KV blocks; not requests, text or scheduling.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from firstlight.backend.base import BackendInfo
 from firstlight.backend.cpu import _native
 from firstlight.backend.cpu.build import ProgramBuilder
-from firstlight.backend.cpu.step_arrays import StepArrays, only_hidden
+from firstlight.backend.cpu.step_arrays import StepArrays, num_unseen
 from firstlight.config import EngineConfig
 from firstlight.errors import BackendError, ConfigError
 from firstlight.models.layouts import PackedWeight, QuantCodes
@@ -196,24 +197,22 @@ class CpuBackend:
         tokens = out_tokens.tolist()
         for row in rows:
             first = at
-            at += len(only_hidden(row))
+            at += num_unseen(row)
             end = at + len(row.sample_at)
+
+            def logprob(i: int, num_top: int) -> TokenLogprob:
+                top = zip(top_ids[i, :num_top].tolist(), top_logprobs[i, :num_top].tolist(), strict=True)
+                return TokenLogprob(tokens[i], float(out_logprobs[i]), list(top))
+
             wanted = row.sampling.logprobs if row.sampling is not None else None
-            logprobs = None
-            if wanted is not None:
-                logprobs = [
-                    TokenLogprob(
-                        tokens[i],
-                        float(out_logprobs[i]),
-                        list(zip(top_ids[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True)),
-                    )
-                    for i in range(at, end)
-                ]
+            logprobs = None if wanted is None else [logprob(i, wanted) for i in range(at, end)]
+            scored = [logprob(first + j, row.num_rivals) for j in range(len(row.targets))]
             results.append(
                 RowResult(
                     request_id=row.request_id,
                     token_ids=tokens[at:end],
                     logprobs=logprobs,
+                    target_logprobs=[_of_target(got, wanted) for got, wanted in zip(scored, row.targets, strict=True)],
                     logits=logits[at:end] if logits is not None and row.return_logits else None,
                     hidden=self._hidden(first, end) if row.hidden_from >= 0 else None,
                 )
@@ -251,6 +250,11 @@ class CpuBackend:
     def close(self) -> None:
         """Frees threads and memory. Idempotent; the backend cannot be used afterwards."""
         self.__dict__.pop("_runner", None)
+
+
+def _of_target(got: TokenLogprob, target: int) -> TokenLogprob:
+    """What the head said of the target; a token it gave minus infinity cannot be taken, so another one was."""
+    return got if got.token_id == target else TokenLogprob(target, -math.inf, got.top)
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:

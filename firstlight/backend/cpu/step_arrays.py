@@ -9,7 +9,7 @@ import numpy.typing as npt
 from firstlight.errors import BackendError
 from firstlight.types import RowSampling, StepMasks, StepRow
 
-__all__ = ["StepArrays", "only_hidden"]
+__all__ = ["StepArrays", "num_unseen", "only_hidden"]
 
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
@@ -18,6 +18,9 @@ _NativeInputs = tuple[_Ints, _Ints, _Ints, _Ints, _Floats, _Ints, npt.NDArray[np
 
 _UNSEEN = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, output_index=0)
 """How positions are sampled whose token nobody asks for."""
+_CERTAIN = 1e30
+"""A bias that beats every logit: the token that is taken greedily is the one whose logprob is wanted (logprobs are from
+before biases)."""
 
 
 def only_hidden(row: StepRow) -> tuple[int, ...]:
@@ -25,6 +28,11 @@ def only_hidden(row: StepRow) -> tuple[int, ...]:
     if row.hidden_from < 0:
         return ()
     return tuple(range(row.hidden_from, row.sample_at[0] if row.sample_at else len(row.token_ids)))
+
+
+def num_unseen(row: StepRow) -> int:
+    """Positions of the row that go through the head without a token being sampled there; they come first."""
+    return len(only_hidden(row)) + len(row.targets)
 
 
 class StepArrays:
@@ -52,6 +60,9 @@ class StepArrays:
             tables += row.block_table
             if unseen := only_hidden(row):
                 self._add_samples(msgspec.structs.replace(row, sample_at=unseen), _UNSEEN, first)
+            for at, target in enumerate(row.targets):
+                certain = msgspec.structs.replace(_UNSEEN, logit_bias={target: _CERTAIN}, logprobs=row.num_rivals)
+                self._add_samples(msgspec.structs.replace(row, sample_at=(at,)), certain, first)
             if row.sample_at:
                 if row.sampling is None:
                     raise BackendError(f"row `{row.request_id}` samples without sampling parameters")

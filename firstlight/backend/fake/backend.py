@@ -142,6 +142,8 @@ class FakeBackend:
                 raise BackendError(
                     f"row {row.request_id}: `sample_at` {row.sample_at} and `sampling` do not go together"
                 )
+            if len(row.targets) > (row.sample_at[0] if row.sample_at else len(row.token_ids)):
+                raise BackendError(f"row {row.request_id}: more targets than tokens before the first sampled position")
             blocks = set(row.block_table[row.start // info.block_size : -(-end // info.block_size)])
             if blocks & written:
                 raise BackendError(f"row {row.request_id} writes a block that another row of the step writes")
@@ -166,7 +168,8 @@ class FakeBackend:
     def _row_result(self, row: StepRow, masks: StepMasks | None) -> RowResult:
         if row.sampling is None:
             self._read(row, row.start + len(row.token_ids))
-            return RowResult(request_id=row.request_id, token_ids=[], hidden=self._hidden(row))
+            scored = self._scored(row)
+            return RowResult(request_id=row.request_id, token_ids=[], target_logprobs=scored, hidden=self._hidden(row))
         logits = np.stack([self._logits(row, row.start + i + 1) for i in row.sample_at])
         ids: list[int] = []
         for nth, i in enumerate(row.sample_at):
@@ -180,9 +183,17 @@ class FakeBackend:
             request_id=row.request_id,
             token_ids=ids,
             logprobs=logprobs,
+            target_logprobs=self._scored(row),
             logits=logits if row.return_logits else None,
             hidden=self._hidden(row),
         )
+
+    def _scored(self, row: StepRow) -> list[TokenLogprob]:
+        """The log-probability of each of the row's targets."""
+        return [
+            token_logprob(self._logits(row, row.start + at + 1), target, row.num_rivals)
+            for at, target in enumerate(row.targets)
+        ]
 
     def _allowed(self, masks: StepMasks | None, at: int) -> npt.NDArray[np.bool_]:
         """`[vocab] bool` of one mask, once it is ready. Raises BackendError when it never is."""
@@ -218,7 +229,9 @@ class FakeBackend:
 
 
 def _num_sampled(row: StepRow) -> int:
-    return len(row.token_ids) - row.hidden_from if row.hidden_from >= 0 else len(row.sample_at)
+    if row.hidden_from >= 0:
+        return len(row.token_ids) - row.hidden_from
+    return len(row.sample_at) + len(row.targets)
 
 
 def _history(row: StepRow, sampling: RowSampling, i: int) -> list[int]:

@@ -23,6 +23,7 @@ from firstlight.types import (
     StepResult,
     StepRow,
     TokenEvent,
+    TokenLogprob,
 )
 
 VOCAB = 40
@@ -44,6 +45,7 @@ def request(
     seed: int = 0,
     forced_ids: Sequence[int] = (),
     pins: Sequence[tuple[int, float | None]] = (),
+    prompt_logprobs: int | None = None,
     **params: float,
 ) -> CoreRequest:
     return CoreRequest(
@@ -60,6 +62,7 @@ def request(
         deadline_s=deadline_s,
         forced_ids=tuple(forced_ids),
         pins=tuple(Pin(num_tokens=num, ttl_s=ttl_s) for num, ttl_s in pins),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -188,6 +191,10 @@ class Drive:
     def ids(self, request_id: str) -> list[int]:
         return [token for event in self.events if event.request_id == request_id for token in event.token_ids]
 
+    def prompt_logprobs(self, request_id: str) -> list[list[TokenLogprob] | None]:
+        """What each event of a request said of its prompt."""
+        return [event.prompt_logprobs for event in self.events if event.request_id == request_id]
+
     @property
     def reports(self) -> dict[str, CacheReport]:
         """What the prefix cache did for each request that has ended."""
@@ -195,6 +202,20 @@ class Drive:
 
     def ends(self, request_id: str) -> list[FinishReason]:
         return [e.finish for e in self.events if e.request_id == request_id and e.finish is not None]
+
+
+def prompt_logprobs_alone(one: CoreRequest) -> list[TokenLogprob]:
+    """What the model says of the prompt's tokens, all of them in one row. Knows no scheduler."""
+    backend = FakeBackend(num_blocks=MODEL_LEN, block_size=1, vocab_size=VOCAB, max_model_len=MODEL_LEN)
+    row = StepRow(
+        request_id="alone",
+        token_ids=one.prompt_ids,
+        start=0,
+        block_table=list(range(MODEL_LEN)),
+        targets=one.prompt_ids[1:],
+        num_rivals=one.prompt_logprobs or 0,
+    )
+    return backend.run(StepPlan(step_id=0, rows=[row])).rows[0].target_logprobs
 
 
 def ids_alone(one: CoreRequest, max_model_len: int) -> list[int]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from firstlight.cache import POLICIES
 from firstlight.errors import RequestError
 from firstlight.types import CoreRequest, FinishReason
-from tests.unit.scheduler.drive import VOCAB, Drive, ids_alone, request
+from tests.unit.scheduler.drive import VOCAB, Drive, ids_alone, prompt_logprobs_alone, request
 
 STOP_ID = VOCAB - 1
 
@@ -48,6 +48,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
             seed=draw(st.integers(0, 9)),
             pins=draw(st.sampled_from([(), (), ((8, 0.01),), ((24, None), (4, 0.1))])),
             forced_ids=draw(st.sampled_from([(), (), (), (5, 6, 7), (9, STOP_ID, 9)])),
+            prompt_logprobs=draw(st.sampled_from([None, None, 2])),
             temperature=draw(st.sampled_from([0.0, 1.0])),
             **({} if is_plain else {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}),
         )
@@ -88,6 +89,9 @@ def assert_answers_as_alone(drive: Drive, served: dict[str, CoreRequest]) -> Non
             assert ids == [], f"{request_id} was dropped for its deadline after it had begun"
             continue
         assert ids == alone
+        said = drive.prompt_logprobs(request_id)
+        assert said[0] == (None if one.prompt_logprobs is None else prompt_logprobs_alone(one))
+        assert set(map(type, said[1:])) <= {type(None)}, "it is said once"
         assert ends[0] is (FinishReason.STOP if alone[-1] in one.stop_ids else FinishReason.LENGTH)
     cache = drive.cache
     assert cache.num_free + cache.num_pinned + cache.num_moving == drive.num_blocks
