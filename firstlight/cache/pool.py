@@ -29,6 +29,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
+        self.num_freed = 0
+        """How often a block's last reference was dropped."""
         self.on_evict: Callable[[int, bytes], None] | None = None
         """Told of a block and its key just before the key is dropped to use the block again."""
         self.policy: EvictionPolicy = policy or LruEviction()
@@ -129,6 +131,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released while nobody holds it"
             self._refs[block] -= 1
             if self._refs[block] == 0:
+                self.num_freed += 1
                 self._free[block] = None
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)

@@ -31,6 +31,7 @@ class Admission:
         self.caution = 0.0
         self._cache = cache
         self._limits = limits
+        self._refused: tuple[str, int, int, float] | None = None
 
     def expected_output(self, state: RequestState) -> int:
         """Output tokens this request will have in the end, as far as can be told now."""
@@ -38,6 +39,14 @@ class Admission:
             key = (state.request.tenant, state.request.route)
             state.expected_output = self.lengths.expect(key, state.num_output, state.max_tokens)
         return state.expected_output
+
+    def was_refused(self, state: RequestState, hits: list[int]) -> bool:
+        """Whether `fits` said no to this before and nothing has made room since. Until a block is given back, running
+        requests can only come to need more; so most steps are spared a walk over them all."""
+        return self._refused == self._question(state, hits)
+
+    def _question(self, state: RequestState, hits: list[int]) -> tuple[str, int, int, float]:
+        return state.id, len(hits), self._cache.pool.num_freed, self.caution
 
     def fits(
         self, state: RequestState, hits: list[int], prefills: Iterable[RequestState], decodes: Collection[RequestState]
@@ -49,7 +58,10 @@ class Admission:
             needed += max(0, cache.num_blocks_for(self._final_tokens(other)) - len(other.table.blocks))
         if not self._limits.reserve_output:
             needed += len(decodes)
-        return needed <= cache.num_free
+        if needed <= cache.num_free:
+            return True
+        self._refused = self._question(state, hits)
+        return False
 
     def _final_tokens(self, state: RequestState) -> int:
         if not self._limits.reserve_output:

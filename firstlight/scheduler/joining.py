@@ -62,14 +62,13 @@ class Joining:
         Mutates: notes in `step` who could not be, and why.
         """
         prefills = sorted(self._open.prefills.values(), key=rank_of)
-        waiting = self._open.waiting.ordered(self._served.excess) if self._open.waiting else []
-        at = 0
-        while prefills or at < len(waiting):
-            if at == len(waiting) or (prefills and rank_of(prefills[0]) < rank_of(waiting[at])):
+        waiting = self._open.waiting.ordered(self._served.excess)
+        following = next(waiting, None)
+        while prefills or following is not None:
+            if following is None or (prefills and rank_of(prefills[0]) < rank_of(following)):
                 yield prefills.pop(0)
                 continue
-            state = waiting[at]
-            at += 1
+            state, following = following, next(waiting, None)
             if self._awaits_equal_prefix(state):
                 step.held.append((state.id, "prefix"))
                 continue
@@ -81,7 +80,7 @@ class Joining:
                 continue
             if not self._admit(state):
                 step.refusal = step.refusal or self._refusal()
-                at = len(waiting)  # nobody overtakes the one that does not fit
+                following = None  # nobody overtakes the one that does not fit
                 continue
             yield state
 
@@ -123,9 +122,11 @@ class Joining:
         running requests will need to theirs."""
         if self._open.num_running >= self._limits.max_step_rows:
             return False
-        return self._open.num_running == 0 or self._admission.fits(
-            state, hits, self._open.prefills.values(), self._open.decodes.values()
-        )
+        if self._open.num_running == 0:
+            return True
+        if self._admission.was_refused(state, hits):
+            return False
+        return self._admission.fits(state, hits, self._open.prefills.values(), self._open.streams())
 
     def _admit(self, state: RequestState) -> bool:
         """Starts a waiting request on its cached prefix; False when there is no room for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from firstlight.cache import KVCache
 from firstlight.scheduler.state import RequestState, Status
 from firstlight.scheduler.waiting import WaitingQueue
@@ -26,6 +28,14 @@ class OpenRequests:
     def running(self) -> list[RequestState]:
         """Those that hold blocks, as of now; from any thread."""
         return [*list(self.prefills.values()), *list(self.decodes.values())]
+
+    def streams(self) -> Collection[RequestState]:
+        """Those that say tokens, in the order in which they began to."""
+        return self.decodes.values()
+
+    def most_urgent_stream(self, default: int) -> int:
+        """The smallest priority among streams; `default` without any."""
+        return min((state.request.priority for state in self.decodes.values()), default=default)
 
     def add(self, state: RequestState) -> None:
         """A new request, which waits."""

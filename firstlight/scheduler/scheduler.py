@@ -52,6 +52,7 @@ class Scheduler:
         clock: Callable[[], float],
         step_time: StepTimeModel,
         drafter: Drafter | None = None,
+        requests: OpenRequests | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
@@ -59,7 +60,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._clock = clock
         self._drafter = drafter
-        self._open = OpenRequests()
+        self._open = requests or OpenRequests()
         self._ended_ids: list[str] = []
         self._step: PlannedStep | None = None
         self._num_added = 0
@@ -186,7 +187,7 @@ class Scheduler:
             self._secure_decode_blocks()
             self._plan_decodes(step)
             self._plan_prefills(step, now)
-            if step.rows:
+            if step.load.rows:
                 break
             if self.num_running == 0:
                 return None
@@ -235,8 +236,7 @@ class Scheduler:
     def _plan_prefills(self, step: PlannedStep, now: float) -> None:
         """Chunks in rank order, admitting on the way, while tokens, rows, blocks and the streams' time last."""
         num_decodes, decodes = len(step.rows), replace(step.load)
-        promise = promise_of(min((s.request.priority for s in self._open.decodes.values()), default=STANDARD))
-        self._budget.open(decodes, now, promise)
+        self._budget.open(decodes, now, promise_of(self._open.most_urgent_stream(STANDARD)))
         candidates = self._joining.candidates(step)
         while True:
             is_first = len(step.rows) == num_decodes

@@ -13,8 +13,21 @@ from firstlight.scheduler.state import RequestState, Status
 __all__ = ["WaitingQueue", "rank_of"]
 
 
+PART = 32
+"""Waiting requests looked at before the next so many are fetched."""
+
+
 def rank_of(state: RequestState) -> tuple[int, int, float, int]:
     return state.rank
+
+
+def _in_parts(line: list[RequestState]) -> Iterator[RequestState]:
+    """A sorted line, of which what was given may be removed meanwhile, without a copy of all of it."""
+    part = line[:PART]
+    while part:
+        yield from part
+        first = bisect.bisect_right(line, part[-1].rank, key=rank_of)
+        part = line[first : first + PART]
 
 
 class WaitingQueue:
@@ -67,17 +80,22 @@ class WaitingQueue:
         self.tokens += sign * len(state.tokens)
         self.num_returning += sign * (state.status is Status.PREEMPTED)
 
-    def ordered(self, excess: Callable[[bytes], float]) -> list[RequestState]:
-        """All, best first: priority, then preempted ones, then rank in tokens plus the tenant's `excess`."""
+    def ordered(self, excess: Callable[[bytes], float]) -> Iterator[RequestState]:
+        """All, best first: priority, then preempted ones, then rank in tokens plus the tenant's `excess`.
+
+        Those that were given already may be removed meanwhile. Most steps look at the first few only.
+        """
         if len(self._lines) < 2:
-            return [state for line in self._lines.values() for state in line]
+            for line in list(self._lines.values()):
+                yield from _in_parts(line)
+            return
         setback = {tenant: excess(tenant) for tenant in self._lines}
 
         def key(state: RequestState) -> tuple[int, int, float, int]:
             priority, is_new, tokens, serial = state.rank
             return priority, is_new, tokens + is_new * setback[state.request.tenant], serial
 
-        return list(heapq.merge(*self._lines.values(), key=key))
+        yield from list(heapq.merge(*self._lines.values(), key=key))
 
     def expired(self, now_s: float) -> list[RequestState]:
         """Requests that were never admitted and whose deadline has passed; still in the queue."""

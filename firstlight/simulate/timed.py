@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from firstlight.cache import KVCache, make_policy
 from firstlight.errors import ConfigError, RequestError
 from firstlight.measure.bench import LevelResult, RequestRecord
-from firstlight.scheduler import Scheduler, SchedulerLimits, StepTimeModel
+from firstlight.scheduler import CountedScheduler, SchedulerLimits, StepTimeModel
 from firstlight.simulate.hardware import Hardware
 from firstlight.simulate.trace import Trace, TraceRequest
 from firstlight.types import CoreRequest, RowResult, SamplingParams, StepPlan, StepResult, TokenEvent
@@ -80,8 +80,12 @@ class _Replica:
         )
         cache = KVCache(num_blocks, block_size, b"trace", policy=make_policy(setup.policy, num_blocks))
         self.now_s = 0.0
-        self.scheduler = Scheduler(
-            cache, limits, clock=lambda: self.now_s, step_time=StepTimeModel(learn_every=LEARN_EVERY)
+        self.scheduler = CountedScheduler(
+            cache,
+            limits,
+            clock=lambda: self.now_s,
+            step_time=StepTimeModel(learn_every=LEARN_EVERY),
+            output_token=FIRST_OWN,
         )
         self.inbox: deque[CoreRequest] = deque()
         self.next_s = NEVER_S
@@ -90,6 +94,8 @@ class _Replica:
         self.num_rows = 0
         self.held_s = self.busy_s = self.held_max = 0.0
         self._hardware = hardware
+        self._stream_ends_s: list[float] = []
+        """When each step ended that had streams in it."""
         self._plan: StepPlan | None = None
         self._run_s = 0.0
 
@@ -113,9 +119,10 @@ class _Replica:
             wake_s = self.scheduler.wake_at_s
             self.next_s = NEVER_S if wake_s is None else max(wake_s, now_s + 1e-6)
             return
-        self._run_s = self._hardware.run_s(self.scheduler.planned_load)
+        load = self.scheduler.planned_load
+        self._run_s = self._hardware.run_s(load)
         self.next_s = now_s + self._run_s
-        self._note_load(len(self._plan.rows))
+        self._note_load(load.rows)
 
     def _note_load(self, num_rows: int) -> None:
         cache = self.scheduler.cache
@@ -132,7 +139,15 @@ class _Replica:
         if plan is None:
             return []
         rows = [RowResult(request_id=row.request_id, token_ids=[FIRST_OWN] * len(row.sample_at)) for row in plan.rows]
-        return self.scheduler.absorb(StepResult(step_id=plan.step_id, rows=rows, run_s=self._run_s))
+        events = self.scheduler.absorb(StepResult(step_id=plan.step_id, rows=rows, run_s=self._run_s))
+        if self.scheduler.num_stream_steps > len(self._stream_ends_s):
+            self._stream_ends_s.append(self.now_s)
+        return events
+
+    def stream_times(self) -> list[tuple[str, list[float]]]:
+        """Of requests that stopped streaming since the last call, when they got their tokens."""
+        ends_s = self._stream_ends_s
+        return [(span.request_id, ends_s[span.first : span.end]) for span in self.scheduler.take_spans()]
 
 
 @dataclass(slots=True)
@@ -170,8 +185,10 @@ class _Run:
         is_crowded = best.num_open > max(PREFIX_MIN_OPEN, PREFIX_MAX_LEAD * least.num_open)
         return least if is_crowded else best
 
-    def note(self, events: list[TokenEvent], now_s: float) -> None:
-        """Writes down who got a token or ended."""
+    def note(self, replica: _Replica, events: list[TokenEvent], now_s: float) -> None:
+        """Writes down who got tokens or ended."""
+        for request_id, times_s in replica.stream_times():
+            self.records[request_id].times_s.extend(time_s + self.request_s for time_s in times_s)
         for event in events:
             record = self.records[event.request_id]
             record.times_s.extend([now_s + self.request_s] * len(event.token_ids))
@@ -199,7 +216,7 @@ def simulate(trace: Trace, setup: Setup) -> Timed:
             replica = replicas[number]
             if replica.next_s != now_s:
                 continue
-            run.note(replica.end(), now_s)
+            run.note(replica, replica.end(), now_s)
         else:
             now_s = arrival_s
             while at < len(trace.requests) and trace.requests[at].arrival_s == now_s:
