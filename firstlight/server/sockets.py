@@ -43,7 +43,7 @@ def is_silent(transport: asyncio.BaseTransport, silent_s: float) -> bool:
         return False
     try:
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:  # closed meanwhile
+    except (OSError, ValueError):  # closed meanwhile: its number is then negative
         return False
     num_retransmits, num_probes, last_answer_ms = _TCP_INFO.unpack(told)
     return bool(num_retransmits + num_probes >= _NUM_PROBES and last_answer_ms > silent_s * 1000)
@@ -62,6 +62,6 @@ def unread_bytes(transport: asyncio.WriteTransport) -> int:
         return num_bytes
     try:
         queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
-    except OSError:  # not a socket that can tell
+    except (OSError, ValueError):  # not a socket that can tell, or closed meanwhile
         return num_bytes
     return num_bytes + int(struct.unpack("i", queued)[0])

@@ -167,8 +167,8 @@ class EventStream:
 class ClientWatch:
     """While its block runs, notices that the client has left or does not read, and ends the block's task for it.
 
-    Sends keep-alive comments on a stream that is quiet. Leaving the block raises ClientGone or SlowReader in place of
-    the cancellation it caused; a cancellation from elsewhere passes unchanged.
+    Sends keep-alive comments on a stream that is quiet. Leaving the block raises ClientGone, SlowReader or
+    what the watch itself failed with in place of the cancellation it caused; one from elsewhere passes unchanged.
     """
 
     def __init__(self, exchange: Exchange, stream: EventStream | None, config: ServerConfig) -> None:
@@ -207,17 +207,20 @@ class ClientWatch:
             self._work.cancel()
 
     async def _watch(self) -> None:
-        while self._cause is None:
-            try:
-                async with asyncio.timeout(self._tick_s):
-                    message = await self._exchange.receive()
-            except TimeoutError:
-                self._tick()
-                continue
-            if self._exchange.is_complete:
-                return
-            if message["type"] == "http.disconnect":
-                self._cause = ClientGone()
+        try:
+            while self._cause is None:
+                try:
+                    async with asyncio.timeout(self._tick_s):
+                        message = await self._exchange.receive()
+                except TimeoutError:
+                    self._tick()
+                    continue
+                if self._exchange.is_complete:
+                    return
+                if message["type"] == "http.disconnect":
+                    self._cause = ClientGone()
+        except Exception as error:  # a watch that ended in silence would leave the request running for nobody
+            self._cause = error
         self._work.cancel()
 
     def _tick(self) -> None:

@@ -596,8 +596,8 @@ def test_mask_gives_what_minus_infinity_gives_and_leaves_the_row_alone(case: tup
     assert got.token in p.mask
     blocked = np.full_like(logits, -INF)
     blocked[list(p.mask)] = logits[list(p.mask)]
-    if cleaned(blocked).max() > -INF:
-        unmasked = replace(p, mask=None)
+    unmasked = replace(p, mask=None)
+    if oracle_adjusted(blocked, unmasked).max() > -INF:
         assert got.token == sample(blocked, unmasked).token
         free = sample(logits, unmasked)
         assert (got.top_ids, row(got.top_logprobs).tobytes()) == (free.top_ids, row(free.top_logprobs).tobytes())
@@ -614,6 +614,7 @@ def test_mask_of_every_id_gives_the_bits_of_no_mask() -> None:
 def test_mask_where_the_model_gives_no_chance_takes_its_lowest_id() -> None:
     logits = row([0.0, -INF, np.nan, 1.0])
     assert sample(logits, Params(mask=(1, 2))).token == 1
+    assert sample(logits, Params(mask=(3, 2), bias={3: -INF})).token == 2
 
 
 def test_mask_of_a_wrong_width_is_refused() -> None:
