@@ -48,6 +48,7 @@ class Answer:
     """What the client saw of one request, in seconds since it was sent."""
 
     times_s: list[float] = field(default_factory=list)
+    text: str = ""
     num_prompt: int = 0
     num_output: int = 0
     error: str | None = None
@@ -102,8 +103,9 @@ class Client:
             async for arrival_s, event in stream_events(self._endpoint, "/v1/completions", body):
                 if usage := event.get("usage"):
                     answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
-                if any(choice.get("text") for choice in event.get("choices") or ()):
+                if piece := "".join(choice.get("text") or "" for choice in event.get("choices") or ()):
                     answer.times_s.append(arrival_s - sent_s)
+                    answer.text += piece
         except FirstlightError as error:
             answer.error = error.message
         return answer

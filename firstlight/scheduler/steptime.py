@@ -39,7 +39,8 @@ at most MAX_PACE_ERROR; PACE_RETURN of it a step is left to the coefficients. A 
 the pace and leaves what the parts of a step cost, relative to each other, as it was."""
 OVERRUN_QUANTILE = 0.95
 OVERRUN_PACE = 0.04
-MAX_OVERRUN = 0.25
+MAX_OVERRUN = 0.08
+"""What is more is noise, or will soon be in the pace; a margin of 25 % made prompts wait and no gap shorter."""
 ERROR_PACE = 0.02
 
 
