@@ -250,6 +250,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[RowResult]
     run_s: float
     op_times_s: dict[str, float] | None = None
+    """Seconds by kind of op, where the backend was told to time them."""
+    ran_alone: bool = False
+    """One thread ran it, because a neighbour on the machine kept a core busy."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

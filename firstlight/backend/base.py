@@ -47,6 +47,9 @@ class Backend(Protocol):
             BackendError: the plan breaks a limit of `info`, or the device failed.
         """
 
+    def trace_ops(self, on: bool) -> None:
+        """From the next step on, results say how long each kind of op took, or no longer do. Off at first."""
+
     def read_blocks(self, block_ids: list[int]) -> bytes:
         """The KV bytes of the blocks, `kv_bytes_per_block` each, in order. Another thread may ask for blocks that no
         running step writes."""

@@ -108,7 +108,7 @@ class EngineCore:
         self._cache = cache
         self._auditor = Auditor(backend, cache, config.audit_share, self.limits.max_step_tokens, clock)
         self._scheduler = Scheduler(cache, self.limits, clock=clock, step_time=self.step_time, drafter=drafter)
-        self._recorder = StepRecorder(self._scheduler, self.traces)
+        self._recorder = StepRecorder(self._scheduler, self.traces, info.num_threads)
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
@@ -123,6 +123,7 @@ class EngineCore:
         self._is_abandoned = False
         self._idle_waiters: list[Future[None]] = []
         self._last_progress_s = 0.0
+        self._num_tracers = 0
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -207,6 +208,10 @@ class EngineCore:
     def block_owners(self) -> bytes:
         """One byte per KV block, as `KVCache.owners` gives them."""
         return self._scheduler.cache.owners()
+
+    def trace_ops(self, on: bool) -> None:
+        """One more, or one less, wants to know how long each kind of op takes in every step."""
+        self._inbox.put(lambda: self._trace_ops(on))
 
     def check(self) -> Future[None]:
         """Audits scheduler and cache between two steps; the future carries an AssertionError saying what is broken."""
@@ -351,10 +356,14 @@ class EngineCore:
         if self._masks is not None and (failed := self._masks.absorb(events)):
             events = [self._failed(event, failed) for event in events]
         self._last_progress_s = self._clock()
-        self._recorder.ended(plan.step_id, record, run_s=result.run_s, ran_s=ran_s, end_s=self._last_progress_s)
+        self._recorder.ended(result, record, ran_s=ran_s, end_s=self._last_progress_s)
         if events:
             self._emit(events)
         self._cache.spill_ahead()
+
+    def _trace_ops(self, on: bool) -> None:
+        self._num_tracers = max(0, self._num_tracers + (1 if on else -1))
+        self._backend.trace_ops(self._num_tracers > 0)
 
     def _wait_for_inbox(self, seconds: float) -> None:
         try:

@@ -236,6 +236,10 @@ class AsyncEngine:
         """One byte per KV block: 0 free, 1 free but cached, 2 held by requests, 3 pinned. A glance, not a snapshot."""
         return self._started()[1].block_owners()
 
+    def trace_ops(self, on: bool) -> None:
+        """Counts one more, or one less, who wants the time of each kind of op in `step_records`."""
+        self._started()[1].trace_ops(on)
+
     async def check(self) -> None:
         """Audits every block, table and queue between two steps. Raises AssertionError saying what is broken."""
         await asyncio.wrap_future(self._started()[1].check())

@@ -9,8 +9,9 @@ import threading
 from dataclasses import dataclass
 
 from firstlight.measure.causes import StepRecord, StepShare, TraceBook
-from firstlight.measure.causes.run_delay import RunDelay, threads_but
+from firstlight.measure.causes.run_delay import RunDelay, machine_s, threads_but
 from firstlight.scheduler import Coefficients, Scheduler, StepLoad
+from firstlight.types import StepResult
 
 __all__ = ["PlannedRecord", "StepRecorder"]
 
@@ -36,9 +37,10 @@ class PlannedRecord:
 class StepRecorder:
     """Writes step records and the queue's waits into a trace book. `begin`, then `planned` before the run, `ended`."""
 
-    def __init__(self, scheduler: Scheduler, traces: TraceBook) -> None:
+    def __init__(self, scheduler: Scheduler, traces: TraceBook, num_threads: int) -> None:
         self._scheduler = scheduler
         self._traces = traces
+        self._num_threads = num_threads
         self._run_delay = RunDelay([])
 
     def watch_threads(self) -> None:
@@ -76,14 +78,15 @@ class StepRecorder:
             used_blocks=scheduler.cache.num_blocks - scheduler.cache.num_free,
         )
 
-    def ended(self, step_id: int, record: PlannedRecord, *, run_s: float, ran_s: float, end_s: float) -> None:
-        """The step ran for `run_s` until `ran_s`, and was absorbed at `end_s`."""
+    def ended(self, result: StepResult, record: PlannedRecord, *, ran_s: float, end_s: float) -> None:
+        """The step ran until `ran_s`, and was absorbed at `end_s`."""
         load = record.load
+        delay_s = self._run_delay.since_last_s(end_s - record.start_s)
         if record.queue_reason:
             self._traces.waited(record.start_s, end_s, record.queue_reason, record.held)
         self._traces.stepped(
             StepRecord(
-                step_id=step_id,
+                step_id=result.step_id,
                 start_s=record.start_s,
                 end_s=end_s,
                 rows=load.rows,
@@ -92,13 +95,14 @@ class StepRecorder:
                 attended=load.attended,
                 predicted_s=record.predicted_s,
                 plan_s=record.planned_s - record.start_s,
-                run_s=run_s,
+                run_s=result.run_s,
                 absorb_s=end_s - ran_s,
                 shares=record.shares,
                 coefficients=record.coefficients,
-                machine_s=self._run_delay.since_last_s(end_s - record.start_s),
+                machine_s=machine_s(delay_s, result.run_s, self._num_threads, ran_alone=result.ran_alone),
                 waiting=self._scheduler.num_waiting,
                 queue_reason=record.queue_reason,
                 used_blocks=record.used_blocks,
+                op_times_s=result.op_times_s,
             )
         )

@@ -67,11 +67,18 @@ class DebugRoutes:
         await exchange.respond_json({"steps": [step_view(record, now_s) for record in records]})
 
     async def trace(self, exchange: Exchange) -> None:
-        """GET /debug/trace?seconds=5: waits so long, then gives what ran meanwhile as Perfetto opens it."""
+        """GET /debug/trace?seconds=5: waits so long, then gives what ran meanwhile as Perfetto opens it.
+
+        Steps that begin meanwhile have the time of each kind of op.
+        """
         query = self._admitted(exchange, ("seconds",))
         seconds = _number(query, "seconds", 5.0, 0.0, MAX_TRACE_S)
         start_s = time.monotonic()
-        await asyncio.sleep(seconds)
+        self._service.engine.trace_ops(True)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._service.engine.trace_ops(False)
         steps = [record for record in self._service.engine.step_records() if record.end_s >= start_s]
         finished = [r for r in self._service.finished.recent(MAX_LISTED) if r.stamps.end_s >= start_s]
         zero_s = min([start_s, *(r.stamps.arrival_s for r in finished), *(s.start_s for s in steps)])

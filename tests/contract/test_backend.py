@@ -85,6 +85,21 @@ def scattered(backend: Backend, num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(backend.info.num_blocks), -(-num_tokens // BLOCK))
 
 
+def test_op_times_are_there_while_somebody_traces(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    step = row([5, 6, 7], 0, [0], sample_at=[2])
+    plan = StepPlan(step_id=7, rows=[step])
+    before = backend.run(plan)
+    backend.trace_ops(True)
+    traced = backend.run(plan)
+    backend.trace_ops(False)
+    after = backend.run(plan)
+    assert before.op_times_s is after.op_times_s is None
+    assert traced.op_times_s
+    assert 0 < sum(traced.op_times_s.values()) <= traced.run_s
+    assert traced.rows[0].token_ids == before.rows[0].token_ids
+
+
 def test_logits_have_the_vocabulary_and_differ_with_every_token(make_backend: MakeBackend) -> None:
     backend = make_backend()
     tokens = prompt(backend, 20)

@@ -149,7 +149,7 @@ class CpuBackend:
             )
 
     def trace_ops(self, on: bool) -> None:
-        """Turns per-op times in StepResult on or off."""
+        """Turns per-op times in StepResult on or off. Cost while on: a clock read per op of the program."""
         self._is_tracing = on
         self._runner.set_tracing(on)
 
@@ -160,7 +160,7 @@ class CpuBackend:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step. Raises BackendError when the plan breaks a limit of `info`."""
-        started = time.perf_counter()
+        started, solo_steps = time.perf_counter(), self.solo_steps
         try:
             for source, destination in plan.copy_blocks:
                 self._runner.copy_block(source, destination)
@@ -174,6 +174,7 @@ class CpuBackend:
             rows=rows,
             run_s=time.perf_counter() - started,
             op_times_s=dict(self._runner.op_times()) if self._is_tracing else None,
+            ran_alone=self.solo_steps > solo_steps,
         )
 
     def _run_rows(self, rows: list[StepRow], masks: StepMasks | None) -> list[RowResult]:

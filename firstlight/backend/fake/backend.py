@@ -69,6 +69,7 @@ class FakeBackend:
         )
         self.num_runs = 0
         self.is_closed = False
+        self._is_tracing = False
         self._cost = cost
         self._sleep = sleep
         self._fail_at_step = fail_at_step
@@ -98,7 +99,11 @@ class FakeBackend:
         if self._cost is not None:
             run_s = self._cost.of(plan)
             self._sleep(run_s)
-        return StepResult(step_id=plan.step_id, rows=rows, run_s=run_s)
+        op_times_s = {"fake": run_s} if self._is_tracing else None
+        return StepResult(step_id=plan.step_id, rows=rows, run_s=run_s, op_times_s=op_times_s)
+
+    def trace_ops(self, on: bool) -> None:
+        self._is_tracing = on
 
     def read_blocks(self, block_ids: list[int]) -> bytes:
         return self._kv[block_ids].tobytes()

@@ -16,6 +16,7 @@ __all__ = ["chrome_trace"]
 
 STEPS, REQUESTS = 1, 2
 """Process numbers: the two groups of tracks."""
+OPS_TRACK = 2
 MAX_REQUEST_TRACKS = 512
 
 
@@ -23,6 +24,7 @@ def chrome_trace(steps: Sequence[StepRecord], requests: Sequence[FinishedRequest
     """The trace. Times in microseconds from `zero_s`; `firstlight.requests` holds what `firstlight explain` reads."""
     events: list[dict[str, Any]] = [_named(STEPS, 0, "process_name", "steps")]
     events.append(_named(REQUESTS, 0, "process_name", "requests"))
+    events.append(_named(STEPS, OPS_TRACK, "thread_name", "ops: the time of each kind, laid end to end"))
     for step in steps:
         events += _step_events(step, zero_s)
     for track, request in enumerate(requests[:MAX_REQUEST_TRACKS], 1):
@@ -53,6 +55,11 @@ def _step_events(step: StepRecord, zero_s: float) -> list[dict[str, Any]]:
     for (name, seconds), end_s in zip(parts, ends_s, strict=True):
         begin_s = max(0.0, end_s - seconds)
         events.append(_complete(STEPS, 1, name, start_s + begin_s, max(0.0, end_s - begin_s), {}))
+    op_s = start_s + step.plan_s
+    for name, seconds in (step.op_times_s or {}).items():
+        if seconds > 0:
+            events.append(_complete(STEPS, OPS_TRACK, name, op_s, seconds, {}) | {"cat": "op"})
+            op_s += seconds
     events.append(_counter("tokens", start_s, {"prefill": prefill, "decode": step.tokens - prefill}))
     events.append(_counter("waiting", start_s, {"requests": step.waiting}))
     events.append(_counter("KV blocks used", start_s, {"blocks": step.used_blocks}))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["RunDelay", "threads_but"]
+__all__ = ["RunDelay", "machine_s", "threads_but"]
 
 _TASKS = Path("/proc/self/task")
 
@@ -18,6 +18,15 @@ def threads_but(python_ids: Iterable[int | None]) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(path.name) for path in _TASKS.iterdir() if path.name not in others]
     return []
+
+
+def machine_s(delay_s: float, run_s: float, num_threads: int, *, ran_alone: bool) -> float:
+    """What the machine took from a step: the delay of its threads and, where one had to do the work of all because a
+    neighbour kept a core busy, the share of the others in what it ran. An upper bound where memory is the limit.
+    """
+    if not ran_alone:
+        return delay_s
+    return delay_s + max(0.0, run_s - delay_s) * (1 - 1 / num_threads)
 
 
 class RunDelay:

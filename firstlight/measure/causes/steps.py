@@ -50,12 +50,14 @@ class StepRecord:
     coefficients: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     """What the step-time model held for the cost of a step, a row, a token, a token of context, a query-key pair."""
     machine_s: float = 0.0
-    """Time in which threads of this step were ready and not running, as the kernel counts it; 0 where it does not."""
+    """What the machine took from it (`run_delay.machine_s`); 0 where the system does not tell."""
     waiting: int = 0
     """Requests in the queue while it ran."""
     queue_reason: str = ""
     """Why they were not in it."""
     used_blocks: int = 0
+    op_times_s: dict[str, float] | None = None
+    """Seconds by kind of op, while somebody traces."""
 
     def split(self, at: int) -> StepSplit:
         """The step's time for the row `shares[at]`. Cost: linear in rows, about a microsecond each."""

@@ -33,7 +33,7 @@ CAUSES: dict[str, str] = {
     "decode.shared": "other streams' tokens in the same steps",
     "decode.chunks": "other requests' prompt chunks in the same steps",
     "preempted": "its KV blocks were taken; waiting to return and computing again what was lost",
-    "machine": "its threads were ready and the machine ran something else",
+    "machine": "the machine ran something else on the cores that its threads wanted",
     "detokenise": "handing tokens over and turning them into text",
     "flush": "writing to the connection",
     "client_slow": "the client, or the network, did not take what was written",

@@ -71,6 +71,7 @@ def step_view(step: StepRecord, now_s: float) -> dict[str, Any]:
         "waiting": step.waiting,
         "queue_reason": step.queue_reason or None,
         "used_blocks": step.used_blocks,
+        "op_ms": None if step.op_times_s is None else _shown(step.op_times_s),
         "requests": [
             [share.request_id.rpartition("#")[0], share.start, share.num_tokens, share.is_prefill]
             for share in step.shares

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from firstlight.measure.causes import FinishedRequest, FinishedRing, Stamps, StepShare, TraceBook
 from firstlight.measure.causes import finished as finished_module
-from firstlight.measure.causes.run_delay import RunDelay
+from firstlight.measure.causes.run_delay import RunDelay, machine_s
 from tests.unit.measure.causes.histories import step, trace
 
 
@@ -90,3 +92,10 @@ def test_run_delay_without_threads_to_read_is_none() -> None:
     delay = RunDelay([2**22 + 1])
     assert delay.since_last_s(1.0) == 0.0
     delay.close()
+
+
+def test_machine_takes_the_share_of_the_threads_that_a_neighbour_kept_away() -> None:
+    assert machine_s(0.003, 0.010, 2, ran_alone=False) == 0.003
+    assert machine_s(0.002, 0.010, 2, ran_alone=True) == pytest.approx(0.002 + 0.004)
+    assert machine_s(0.012, 0.010, 4, ran_alone=True) == 0.012
+    assert machine_s(0.0, 0.010, 1, ran_alone=True) == 0.0
