@@ -83,7 +83,7 @@ def _show(console: Console, view: dict[str, Any]) -> None:
     console.print(
         f"{view['route']}  {view['status']} {view['finish']}  {view['prompt_tokens']} prompt tokens"
         f" ({view['cached_tokens']} cached), {view['output_tokens']} out  TTFT {ttft}, longest gap"
-        f" {view['longest_gap_ms']:.1f} ms, E2E {view['e2e_ms']:.1f} ms"
+        f" {view['longest_gap_ms']:.1f} ms, E2E {view['e2e_ms']:.1f} ms{_delivery(view)}"
     )
     console.print(waterfall(view))
     found = view["verdict"]
@@ -99,6 +99,11 @@ def _show(console: Console, view: dict[str, Any]) -> None:
             style="dim",
         )
     console.print(Text("to change: ", style="bold"), found["change"], "\n", sep="")
+
+
+def _delivery(view: dict[str, Any]) -> str:
+    after_ms = view.get("delivery_ms", 0.0)
+    return f", the client took it {after_ms:.0f} ms later" if after_ms else ""
 
 
 def waterfall(view: dict[str, Any]) -> Table:

@@ -186,6 +186,7 @@ class _Opened:
         """Another task closes it."""
         self._service = service
         self._request_id = exchange.request_id
+        self._transport = exchange.transport
         self._arrival_s = exchange.arrival_s
         self._ticket: Ticket | None = None
         service.open_since_s[answer_id] = exchange.arrival_s
@@ -223,7 +224,9 @@ class _Opened:
     def close(self, status: int, outcome: str | None) -> None:
         """Records its end and gives back what it held."""
         del self._service.open_since_s[self.answer_id]
-        self.record.close(status, outcome)
+        finished = self.record.close(status, outcome)
+        if outcome is None:
+            self._service.deliveries.watch(self._transport, finished)
         if self._ticket is not None:
             self._ticket.close(self.record.num_tokens)
 

@@ -130,8 +130,8 @@ class RequestRecord:
         """Prompt and output tokens so far."""
         return (self.usage.prompt_tokens if self.usage else self.num_prompt) + self._num_output
 
-    def close(self, status: int, outcome: str | None) -> None:
-        """Counts and logs the request.
+    def close(self, status: int, outcome: str | None) -> FinishedRequest:
+        """Counts and logs the request, and gives what is kept of it.
 
         Args:
             outcome: None where it was answered; else "client_gone", "slow_reader" or the error's code.
@@ -144,7 +144,8 @@ class RequestRecord:
         if self.stream and self._gaps_s:
             limit_s = 2 * statistics.median(self._gaps_s)
             self._metrics.reader_gaps(len(self._gaps_s), sum(gap_s > limit_s for gap_s in self._gaps_s))
-        self._ended(self._summary(status, outcome or ",".join(finishes)))
+        finished = self._summary(status, outcome or ",".join(finishes))
+        self._ended(finished)
         if self._key:
             self._metrics.billed(self._key, num_prompt, self._num_output)
         if outcome is None:
@@ -168,8 +169,9 @@ class RequestRecord:
             queue_ms=None if self.queue_s is None else self.queue_s * 1e3,
             ttft_ms=None if self._first_s is None else (self._first_s - self._arrival_s) * 1e3,
             e2e_ms=e2e_s * 1e3,
-            finish=outcome or ",".join(finishes),
+            finish=finished.finish,
         )
+        return finished
 
     def _summary(self, status: int, finish: str) -> FinishedRequest:
         return FinishedRequest(

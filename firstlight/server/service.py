@@ -20,6 +20,7 @@ from firstlight.measure.metrics import Metrics
 from firstlight.measure.otel import SpanSender
 from firstlight.server.access import Access
 from firstlight.server.asgi import Exchange
+from firstlight.server.delivery import Deliveries
 from firstlight.server.dialect import Dialect
 from firstlight.server.intake import Intake
 from firstlight.server.opened import OpenRequests
@@ -59,6 +60,7 @@ class Service:
         self.finished = FinishedRing(config.slow_ttft_ms / 1e3, config.slow_gap_ms / 1e3)
         """What the last requests waited for."""
 
+        self.deliveries = Deliveries(config.slow_reader_s)
         self._spans = SpanSender(config.otlp_endpoint, package_version()) if config.otlp_endpoint else None
 
     def record(self, exchange: Exchange, salt: bytes) -> RequestRecord:

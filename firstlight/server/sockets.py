@@ -9,6 +9,7 @@ import asyncio
 import math
 import socket
 import struct
+from typing import NamedTuple
 
 try:
     import fcntl
@@ -16,11 +17,14 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["is_silent", "notice_dead_peers", "unread_bytes"]
+__all__ = ["Outgoing", "is_silent", "notice_dead_peers", "outgoing", "unread_bytes"]
 
 _NUM_PROBES = 3
 _TCP_INFO = struct.Struct("=2xBB52xI")
 """Of Linux's `struct tcp_info`: retransmissions and probes in a row without an answer, ms since the last answer."""
+_TCP_PROGRESS = struct.Struct("=B119xQ16xI")
+"""Of the same: the connection's state, bytes that were acknowledged, bytes that were never sent."""
+_TCP_CLOSED = 7
 
 
 def notice_dead_peers(sock: socket.socket, silent_s: float) -> None:
@@ -65,3 +69,28 @@ def unread_bytes(transport: asyncio.WriteTransport) -> int:
     except (OSError, ValueError):  # not a socket that can tell, or closed meanwhile
         return num_bytes
     return num_bytes + int(struct.unpack("i", queued)[0])
+
+
+class Outgoing(NamedTuple):
+    """What became of the bytes that the kernel was given for one connection."""
+
+    acknowledged: int
+    unacknowledged: int
+    """The rest, `unsent` included."""
+    unsent: int
+    """Not sent at all: the other machine, or the network, has no room."""
+
+
+def outgoing(sock: socket.socket) -> Outgoing | None:
+    """The connection's outgoing bytes; None where it is gone, or the system does not say (Linux does)."""
+    if fcntl is None or not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_PROGRESS.size)
+        (unacknowledged,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
+    except (OSError, ValueError):  # closed meanwhile: its number is then negative
+        return None
+    if len(told) < _TCP_PROGRESS.size:  # an old kernel
+        return None
+    state, acknowledged, unsent = _TCP_PROGRESS.unpack(told)
+    return None if state == _TCP_CLOSED else Outgoing(acknowledged, unacknowledged, unsent)

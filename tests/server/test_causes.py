@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -141,6 +142,30 @@ def test_explain_names_a_client_that_does_not_read(start_server: StartServer) ->
     assert view["verdict"]["cause"] == "client_slow", view["totals_ms"]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux tells what a client has taken")
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_explain_names_a_slow_client_whose_answer_fits_the_sockets_buffers(
+    start_server: StartServer, connection: str, is_stream: bool
+) -> None:
+    server = start_server(slow_reader_s=30.0)
+    sock = connected(server, receive_buffer=4096)
+    body = TEXT | {"max_tokens": 150, "logprobs": 5, "prompt": "z", "stream": is_stream}
+    sock.sendall(request_bytes("/v1/completions", body, headers=f"x-request-id: fits\r\nconnection: {connection}\r\n"))
+    explained(server, "fits")
+    wait_until(lambda: explained(server, "fits")["verdict"]["cause"] == "client_slow", "the wait to outweigh the rest")
+    assert explained(server, "fits")["delivery_ms"] > 0
+    if connection == "close":
+        assert read_all(sock).rstrip().endswith(b"0" if is_stream else b"}"), "its connection ends when it has all"
+    sock.close()
+    assert_whole(explained(server, "fits"))
+
+
+def test_answers_that_are_taken_at_once_have_no_delivery(timed_server: ServerThread) -> None:
+    sent(timed_server, "taken")
+    assert explained(timed_server, "taken")["delivery_ms"] == 0
+
+
 def test_slowest_come_first_and_counts_are_bounded(timed_server: ServerThread) -> None:
     listed = httpx.get(timed_server.url + "/debug/requests?by=ttft&num=3").json()["requests"]
     ranks = [view["ttft_ms"] or view["e2e_ms"] for view in listed]
@@ -156,6 +181,20 @@ def test_steps_say_what_was_in_them(timed_server: ServerThread) -> None:
     steps = httpx.get(timed_server.url + "/debug/steps?num=3").json()["steps"]
     assert [(s["prefill_tokens"], s["decode_tokens"]) for s in steps] == [(20, 0), (0, 1), (0, 1)]
     assert all(s["ms"] >= s["run_ms"] > 0 and s["predicted_ms"] > 0 for s in steps)
+    assert all(s["op_ms"] is None for s in steps), "nobody traces"
+
+
+def test_traces_that_overlap_each_have_op_times_until_the_last_ends(start_server: StartServer) -> None:
+    server = start_server()
+    engine = server.engine
+    engine.trace_ops(True)
+    engine.trace_ops(True)
+    engine.trace_ops(False)
+    sent(server, "one-traces")
+    assert engine.step_records()[-1].op_times_s is not None
+    engine.trace_ops(False)
+    sent(server, "none-traces")
+    assert engine.step_records()[-1].op_times_s is None
 
 
 def test_live_figures_agree_with_requests(start_server: StartServer) -> None:
@@ -191,14 +230,24 @@ def test_trace_command_writes_what_explain_reads(
     timed_server: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    during = threading.Timer(0.1, sent, args=(timed_server, "traced"))
+    is_over = threading.Event()
+
+    def keep_sending() -> None:
+        while not is_over.is_set():
+            sent(timed_server, "traced")
+
+    during = threading.Thread(target=keep_sending)
     during.start()
-    assert main(["trace", "--seconds", "0.6", "-o", str(path), "--url", timed_server.url]) == 0
-    during.join()
+    try:
+        assert main(["trace", "--seconds", "0.6", "-o", str(path), "--url", timed_server.url]) == 0
+    finally:
+        is_over.set()
+        during.join()
     trace = json.loads(path.read_text())
     causes = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "cause"}
     assert {"prefill.own", "decode.own"} <= causes
     assert any(event.get("cat") == "step" for event in trace["traceEvents"])
+    assert any(event.get("cat") == "op" for event in trace["traceEvents"])
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in trace["traceEvents"] if event["ph"] == "X")
     capsys.readouterr()
     assert main(["explain", "traced", "--trace-file", str(path)]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from firstlight.measure.causes.timeline import CAUSES
 
-__all__ = ["FAMILIES", "verdict"]
+__all__ = ["COLD_CACHE", "FAMILIES", "verdict"]
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "own work": ("prefill.own", "decode.own", "flush"),
@@ -25,10 +25,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Causes that have one remedy. A family's weight is the sum of its causes."""
 
+COLD_CACHE = "cold cache"
+"""The family of `prefill.own` where what was computed had been in the prefix cache and had made room for others."""
+
 IN_THE_WAY = 0.15
 """A family takes at least this share of a request's time to be what made it slow; below, it was its own work."""
 
 REMEDIES: dict[str, str] = {
+    COLD_CACHE: "raise `--kv-memory-mb`, pin the prompt's beginning, or keep evicted KV (`--host-cache-mb`)",
     "prefill.own": "send what repeats first and unchanged, so that the prefix cache finds it, or a shorter prompt",
     "decode.own": "nothing stood in the way: a smaller model, fewer output tokens or a faster machine",
     "flush": "nothing stood in the way",
@@ -61,24 +65,41 @@ _TEXT_REMEDY = "the process that serves HTTP is short of CPU, or the text is ver
 
 def verdict(view: Mapping[str, Any]) -> dict[str, Any]:
     """The family that stood in the way most, its largest cause, a sentence, and what to change."""
-    totals: Mapping[str, float] = view["totals_ms"]
-    e2e_ms = max(sum(totals.values()), 1e-9)
+    totals = _until_taken(view)
+    whole_ms = max(sum(totals.values()), 1e-9)
     weights = {family: sum(totals.get(cause, 0.0) for cause in causes) for family, causes in FAMILIES.items()}
     own = weights.pop("own work")
+    if (view.get("cache_miss") or {}).get("reason") == "evicted":
+        weights[COLD_CACHE] = _saved_by_a_hit(view, whole_ms)
     family = max(weights, key=lambda name: weights[name])
-    if weights[family] < IN_THE_WAY * e2e_ms:
+    if weights[family] < IN_THE_WAY * whole_ms:
         family, weights = "own work", {"own work": own}
-    cause = max(FAMILIES[family], key=lambda name: totals.get(name, 0.0))
+    cause = max(FAMILIES.get(family, ("prefill.own",)), key=lambda name: totals.get(name, 0.0))
     if family == "own work" and _was_for_the_prompt(view):
         cause = "prefill.own"
     return {
         "family": family,
         "cause": cause,
         "ms": round(weights[family], 3),
-        "share": round(weights[family] / e2e_ms, 4),
+        "share": round(weights[family] / whole_ms, 4),
         "sentence": _sentence(view, family, cause, weights[family]),
-        "change": REMEDIES.get(cause, _TEXT_REMEDY),
+        "change": REMEDIES.get(COLD_CACHE if family == COLD_CACHE else cause, _TEXT_REMEDY),
     }
+
+
+def _saved_by_a_hit(view: Mapping[str, Any], whole_ms: float) -> float:
+    """What the cache would have saved: its prompt's steps, with what the machine took from them if they are long."""
+    until_first = view["ttft_totals_ms"]
+    own_ms: float = until_first.get("prefill.own", 0.0)
+    return own_ms + (until_first.get("machine", 0.0) if own_ms >= IN_THE_WAY * whole_ms else 0.0)
+
+
+def _until_taken(view: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds per cause until the client had the answer: after its end there is only the client to wait for."""
+    totals = dict(view["totals_ms"])
+    if after_ms := view.get("delivery_ms", 0.0):
+        totals["client_slow"] = totals.get("client_slow", 0.0) + after_ms
+    return totals
 
 
 def _was_for_the_prompt(view: Mapping[str, Any]) -> bool:
@@ -89,9 +110,11 @@ def _was_for_the_prompt(view: Mapping[str, Any]) -> bool:
 
 
 def _sentence(view: Mapping[str, Any], family: str, cause: str, weight_ms: float) -> str:
-    e2e_ms = view["e2e_ms"]
-    named_ms = view["totals_ms"].get(cause, 0.0)
-    text = f"{named_ms:.0f} of {e2e_ms:.0f} ms: {CAUSES[cause]}"
+    totals = _until_taken(view)
+    named_ms = totals.get(cause, 0.0)
+    text = f"{named_ms:.0f} of {view['e2e_ms'] + view.get('delivery_ms', 0.0):.0f} ms: {CAUSES[cause]}"
+    if cause == "client_slow" and (after_ms := view.get("delivery_ms", 0.0)):
+        text += f", {after_ms:.0f} ms of it after the answer had ended here"
     if family != "own work" and weight_ms - named_ms > 0.1 * weight_ms:
         text += f" ({weight_ms:.0f} ms with all of {family})"
     if cause == "prefill.own":

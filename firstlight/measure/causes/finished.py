@@ -46,10 +46,17 @@ class FinishedRequest:
     """One per choice."""
     traceparent: str = ""
     """The caller's span (W3C Trace Context), as its header gave it."""
+    taken_s: float | None = None
+    """When the client's machine had the last byte, or had not yet; None where it took it at once, or nobody can say."""
 
     @property
     def e2e_s(self) -> float:
         return self.stamps.end_s - self.stamps.arrival_s
+
+    @property
+    def delivery_s(self) -> float:
+        """How long after its end the client, or the network, still had not taken all of the answer."""
+        return 0.0 if self.taken_s is None else max(0.0, self.taken_s - self.stamps.end_s)
 
     @property
     def trace(self) -> Trace | None:
@@ -128,7 +135,7 @@ class _Ring:
 
 
 def _e2e_s(request: FinishedRequest) -> float:
-    return request.e2e_s
+    return request.e2e_s + request.delivery_s
 
 
 def _ttft_s(request: FinishedRequest) -> float:

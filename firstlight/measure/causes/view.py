@@ -36,6 +36,7 @@ def request_view(request: FinishedRequest, *, with_spans: bool) -> dict[str, Any
         "cache_miss": None if request.cache_miss is None else dict(zip(_MISS, request.cache_miss, strict=True)),
         "ttft_ms": None if request.ttft_s is None else _ms(request.ttft_s),
         "e2e_ms": _ms(request.e2e_s),
+        "delivery_ms": _ms(request.delivery_s),
         "longest_gap_ms": _ms(request.longest_gap_s),
         "totals_ms": _shown(totals_s(spans)),
         "ttft_totals_ms": _shown(totals_s(_clipped(spans, arrival_s, first_s))),

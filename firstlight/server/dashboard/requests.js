@@ -61,7 +61,7 @@ export async function explain(id) {
     }
   }
   $("detail-title").textContent = view.request_id;
-  $("detail-facts").textContent = `${view.id}: ${view.status} ${view.finish}, ${view.prompt_tokens} prompt tokens (${view.cached_tokens} cached), ${view.output_tokens} out; first token ${ms(view.ttft_ms)}, longest gap ${ms(view.longest_gap_ms)}, E2E ${ms(view.e2e_ms)}`;
+  $("detail-facts").textContent = `${view.id}: ${view.status} ${view.finish}, ${view.prompt_tokens} prompt tokens (${view.cached_tokens} cached), ${view.output_tokens} out; first token ${ms(view.ttft_ms)}, longest gap ${ms(view.longest_gap_ms)}, E2E ${ms(view.e2e_ms)}${view.delivery_ms ? `, the client took it ${ms(view.delivery_ms)} later` : ""}`;
   $("detail-verdict").textContent = `${view.verdict.cause}: ${view.verdict.sentence}`;
   $("detail-change").textContent = `To change: ${view.verdict.change}`;
   const rows = Object.entries(view.totals_ms).sort((a, b) => b[1] - a[1]).map(([cause, value]) => {

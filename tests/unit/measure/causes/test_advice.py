@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from firstlight.measure.causes import CAUSES
-from firstlight.measure.causes.advice import FAMILIES, verdict
+from firstlight.measure.causes.advice import COLD_CACHE, FAMILIES, verdict
 
 
 def view(totals_ms: dict[str, float], **more: Any) -> dict[str, Any]:
@@ -43,6 +43,28 @@ def test_verdict_of_a_cold_prompt_says_how_much_was_cached() -> None:
     got = verdict(view(totals, ttft_ms=410.0, ttft_totals_ms={"prefill.own": 400.0}, cached_tokens=16))
     assert got["cause"] == "prefill.own"
     assert "584 of 600 prompt tokens" in got["sentence"]
+
+
+def test_verdict_counts_what_the_client_took_after_the_end() -> None:
+    totals = {"decode.own": 400.0, "machine": 100.0}
+    got = verdict(view(totals, delivery_ms=1500.0))
+    assert (got["family"], got["cause"]) == ("client", "client_slow")
+    assert "1500 of 2000 ms" in got["sentence"]
+    assert "1500 ms of it after the answer had ended" in got["sentence"]
+    assert got["share"] == 0.75
+
+
+def test_verdict_of_a_prompt_that_had_been_cached_is_the_cold_cache() -> None:
+    totals = {"prefill.own": 400.0, "decode.own": 500.0, "machine": 450.0}
+    miss = {"first_token": 16, "reason": "evicted"}
+    until_first = {"prefill.own": 400.0, "machine": 100.0}
+    got = verdict(view(totals, ttft_totals_ms=until_first, cached_tokens=16, cache_miss=miss))
+    assert (got["family"], got["cause"]) == (COLD_CACHE, "prefill.own")
+    assert "made room for others" in got["sentence"]
+    assert "--kv-memory-mb" in got["change"]
+    assert verdict(view(totals, ttft_totals_ms=until_first))["family"] == "machine"
+    little = view({**totals, "prefill.own": 20.0}, ttft_totals_ms={**until_first, "prefill.own": 20.0}, cache_miss=miss)
+    assert verdict(little)["family"] == "machine", "the machine would have taken its time without the miss too"
 
 
 def test_verdict_names_the_neighbour() -> None:
