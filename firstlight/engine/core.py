@@ -155,6 +155,7 @@ class EngineCore:
         """
         assert self._thread is None, "started twice"
         if warm:
+            self._recorder.before_warm_up()
             warm_up(self._backend, self.limits, self.step_time, self._clock)
         self._thread = threading.Thread(target=self._serve, name="firstlight-core", daemon=True)
         self._thread.start()

@@ -6,10 +6,11 @@ Knows stamps and what the scheduler says of its plan; decides nothing. Used on t
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+
+import msgspec
 
 from firstlight.measure.causes import StepRecord, StepShare, TraceBook
-from firstlight.measure.causes.run_delay import RunDelay, machine_s, threads_but
+from firstlight.measure.causes.run_delay import RunDelay, cpu_ns, machine_s, workers
 from firstlight.scheduler import Coefficients, Scheduler, StepLoad
 from firstlight.types import StepResult
 
@@ -19,8 +20,7 @@ IDLE_S = 0.001
 """Between steps that follow each other passes less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRecord:
+class PlannedRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is known of a step before it runs."""
 
     start_s: float
@@ -42,11 +42,16 @@ class StepRecorder:
         self._traces = traces
         self._num_threads = num_threads
         self._run_delay = RunDelay([])
+        self._cpu_ns: dict[int, int] = {}
+
+    def before_warm_up(self) -> None:
+        """The native threads that run from now until `watch_threads` are those that compute steps."""
+        self._cpu_ns = cpu_ns()
 
     def watch_threads(self) -> None:
-        """From now on counts what the calling thread and the native ones had to wait for a core."""
+        """From now on counts what the calling thread and those that compute had to wait for a core."""
         python_ids = [thread.native_id for thread in threading.enumerate()]
-        self._run_delay = RunDelay([threading.get_native_id(), *threads_but(python_ids)])
+        self._run_delay = RunDelay([threading.get_native_id(), *workers(python_ids, self._cpu_ns)])
 
     def close(self) -> None:
         """Closes what `watch_threads` opened. Idempotent."""
@@ -55,7 +60,7 @@ class StepRecorder:
     def begin(self, start_s: float, last_end_s: float) -> None:
         """A step begins; what threads waited for while nothing ran is no step's."""
         if start_s - last_end_s > IDLE_S:
-            self._run_delay.since_last_s(0.0)
+            self._run_delay.restart()
 
     def waited(self, start_s: float, end_s: float) -> None:
         """There was no step: a batch fills."""
@@ -81,7 +86,7 @@ class StepRecorder:
     def ended(self, result: StepResult, record: PlannedRecord, *, ran_s: float, end_s: float) -> None:
         """The step ran until `ran_s`, and was absorbed at `end_s`."""
         load = record.load
-        delay_s = self._run_delay.since_last_s(end_s - record.start_s)
+        delay_s = min(self._run_delay.since_last_s(), end_s - record.start_s)
         if record.queue_reason:
             self._traces.waited(record.start_s, end_s, record.queue_reason, record.held)
         self._traces.stepped(

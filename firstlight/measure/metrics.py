@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from firstlight.measure.histogram import LatencyHistogram
 from firstlight.measure.live import LiveWindow
 
 __all__ = ["AbortState", "CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
@@ -167,8 +168,8 @@ class Metrics:
     def tokens(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` have left together, `gap_s` after the token before them (0 gaps among themselves)."""
         self._itl.observe(gap_s)
-        for _ in range(num_tokens - 1):
-            self._itl.observe(0.0)
+        if num_tokens > 1:
+            self._itl.observe(0.0, num_tokens - 1)
 
     def per_token(self, tpot_s: float) -> None:
         """A choice with two tokens or more has ended by itself; this was its mean gap."""
@@ -212,9 +213,10 @@ class Metrics:
         """The exposition text. Cost: about 1 ms."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        histogram = Histogram(_PREFIX + name, text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry)
-        return histogram.labels(self.model_name)
+    def _histogram(self, name: str, text: str) -> LatencyHistogram:
+        histogram = LatencyHistogram(_PREFIX + name, text, self.model_name, LATENCY_BUCKETS_S)
+        self._registry.register(histogram)
+        return histogram
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(_PREFIX + name, text, ["model_name"], registry=self._registry).labels(self.model_name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 __all__ = ["StepRecord", "StepShare", "StepSplit"]
 
@@ -31,8 +32,7 @@ class StepSplit(NamedTuple):
     """Threads were ready to run, and the machine ran something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step as it went. Times in seconds; `start_s` and `end_s` on the core's monotonic clock."""
 
     step_id: int

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from firstlight.measure.causes import FinishedRequest, FinishedRing, Stamps, StepShare, TraceBook
 from firstlight.measure.causes import finished as finished_module
-from firstlight.measure.causes.run_delay import RunDelay, machine_s
+from firstlight.measure.causes.run_delay import RunDelay, cpu_ns, machine_s, workers
 from tests.unit.measure.causes.histories import step, trace
 
 
@@ -90,7 +93,7 @@ def test_ring_ranks_a_request_without_a_first_token_by_its_whole_time() -> None:
 
 def test_run_delay_without_threads_to_read_is_none() -> None:
     delay = RunDelay([2**22 + 1])
-    assert delay.since_last_s(1.0) == 0.0
+    assert delay.since_last_s() == 0.0
     delay.close()
 
 
@@ -99,3 +102,24 @@ def test_machine_takes_the_share_of_the_threads_that_a_neighbour_kept_away() -> 
     assert machine_s(0.002, 0.010, 2, ran_alone=True) == pytest.approx(0.002 + 0.004)
     assert machine_s(0.012, 0.010, 4, ran_alone=True) == 0.012
     assert machine_s(0.0, 0.010, 1, ran_alone=True) == 0.0
+
+
+@pytest.mark.skipif(not cpu_ns(), reason="this system keeps no counts per thread")
+def test_workers_are_the_threads_that_ran_since() -> None:
+    before, is_done, may_end = cpu_ns(), threading.Event(), threading.Event()
+    others = [thread.native_id for thread in threading.enumerate()]
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        is_done.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    is_done.wait()
+    found, known = workers(others, before), workers([*others, thread.native_id], before)
+    may_end.set()
+    thread.join()
+    assert found == [thread.native_id]
+    assert thread.native_id not in known
