@@ -170,7 +170,7 @@ class AsyncEngine:
             await asyncio.wait({asyncio.wrap_future(self._core.drain())}, timeout=drain_s)
         await asyncio.to_thread(self._core.stop)
         if self._relay is not None:
-            await asyncio.to_thread(self._relay.close)
+            self._relay.close()
         if self._grammars is not None:
             self._grammars.close()
 
@@ -415,9 +415,9 @@ class AsyncEngine:
             self._core.abort(ids)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Hands each event to its choice; a stop string found on the way ends it in the core too."""
+        """Hands each event to its choice, first ones first; a stop string found on the way ends it in the core too."""
         stopped = []
-        for event in events:
+        for event in sorted(events, key=_is_later):
             choice = self._choices.get(event.request_id)
             if choice is None:
                 continue
@@ -432,6 +432,11 @@ class AsyncEngine:
         if self._parts is None or self._core is None:
             raise BackendError("the engine is not started")
         return self._parts, self._core
+
+
+def _is_later(event: TokenEvent) -> bool:
+    """Not the first of its request: a first token is waited for the hardest, so it does not wait for others' text."""
+    return event.first_scheduled_s is None
 
 
 def _choice_seed(seed: int, index: int) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from firstlight.errors import BackendError, ConfigError, FirstlightError, Overlo
 from firstlight.measure.client import ChunkedBody, Endpoint, EventStream, get_json, stream_events
 from tests.unit.measure.canned_server import canned, chunked, response, sse_body
 
+CONFORMANCE = Path(__file__).resolve().parents[2] / "data" / "sse_conformance.jsonl"
 EVENTS = [{"text": "one"}, {"text": "zwei\n\ndrei"}, {"text": "\u00e9\U0001f642"}, {"n": 4}]
 CHUNKED = "Transfer-Encoding: chunked\r\n"
 
@@ -21,6 +25,17 @@ CHUNKED = "Transfer-Encoding: chunked\r\n"
 def cut(raw: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(raw), *(place % (len(raw) + 1) for place in places)})
     return [raw[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def test_event_stream_reads_every_conformance_case() -> None:
+    cases = [json.loads(line) for line in CONFORMANCE.read_text(encoding="utf-8").splitlines()]
+    assert len(cases) == 54
+    for case in cases:
+        chunks, wanted = [base64.b64decode(chunk) for chunk in case["chunks_b64"]], [e["data"] for e in case["events"]]
+        whole = EventStream().feed(b"".join(chunks))
+        assert [event.decode() for event in whole] == wanted, case["id"]
+        stream = EventStream()
+        assert [event for chunk in chunks for event in stream.feed(chunk)] == whole, case["id"]
 
 
 @settings(max_examples=60, deadline=None)
