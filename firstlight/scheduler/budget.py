@@ -69,7 +69,8 @@ class PrefillBudget:
             promised_s = promise.slo_factor * self._limits.itl_slo_s
         else:
             promised_s = promise.steps * self._undisturbed.gap_s(decodes, now_s) + promise.extra_s
-        self._budget_s = (promised_s - self._undisturbed.overhead_s) / (1 + max(MIN_OVERRUN, self._step_time.overrun))
+        run_s = promised_s - min(self._undisturbed.overhead_s, promised_s / 2)
+        self._budget_s = run_s / (1 + max(MIN_OVERRUN, self._step_time.overrun))
 
     def chunk(self, load: StepLoad, start: int, gap: int, *, is_first: bool) -> int:
         """Tokens that a prefill with `gap` tokens left at `start` may compute on top of `load`; 0: no more prefill.

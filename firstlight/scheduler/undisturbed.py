@@ -58,6 +58,7 @@ class UndisturbedGap:
         predicted_s = predict_s(load)
         if not self._gaps:
             return predicted_s
-        measured_s = predicted_s * statistics.median(gap_s / predict_s(noted) for noted, gap_s, _ in self._gaps)
+        measured_s = predicted_s * statistics.median(run_s / predict_s(noted) for noted, _, run_s in self._gaps)
+        measured_s += self.overhead_s
         forgotten = min(1.0, (now_s - self._noted_s) / MEMORY_S)
         return measured_s + forgotten * (predicted_s + self.overhead_s - measured_s)

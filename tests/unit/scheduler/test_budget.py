@@ -135,3 +135,13 @@ def test_promise_where_streams_have_left_follows_their_number() -> None:
     one.open(after, 0.4)
     promised_s = 2 * model.predict_s(after) + 0.010
     assert 0.8 * promised_s < seconds(model, after, one.chunk(after, 0, 4000, is_first=True)) < promised_s
+
+
+@pytest.mark.parametrize("itl_slo_s", [0.0, 0.05])
+def test_streams_whose_time_goes_elsewhere_than_into_steps_leave_room_for_prefill(itl_slo_s: float) -> None:
+    model = machine()
+    one, before, after = budget(model, itl_slo_s), streams(16, 100), streams(1, 100)
+    for at in range(20):
+        one.ended(before, 0.2, model.predict_s(before), at / 5)
+    one.open(after, 4.0)
+    assert one.chunk(after, 0, 4000, is_first=True) >= 10
