@@ -229,15 +229,15 @@ class KVCache:
         """Blocks that pins hold."""
         return self._pins.num_blocks
 
-    def pin(self, table: BlockTable, num_tokens: int, until_s: float) -> int:
+    def pin(self, table: BlockTable, num_tokens: int, until_s: float, tenant: bytes = b"") -> int:
         """Keeps the published full blocks of the table's first `num_tokens` tokens from eviction until then.
 
-        Returns: tokens pinned, fewer where the quota is full.
+        Returns: tokens pinned, fewer where the quota, or the tenant's share of it, is full.
         """
         if self._index is None or table.chain is None:
             return 0
         blocks = self._index.match(table.chain, min(num_tokens // self.block_size, table.num_published))
-        return self._pins.add(blocks, until_s) * self.block_size
+        return self._pins.add(blocks, until_s, tenant) * self.block_size
 
     def expire_pins(self, now_s: float) -> None:
         """Gives back pinned blocks whose time is over."""

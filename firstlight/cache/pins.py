@@ -9,6 +9,9 @@ from firstlight.cache.pool import BlockPool
 
 __all__ = ["Pins"]
 
+TENANT_SHARE = 1 / 4
+"""Of the quota, what one API key's pins may hold, so that no key keeps the others from pinning."""
+
 
 class Pins:
     """Holds a reference to every pinned block, as a request would. Written by KVCache alone.
@@ -23,23 +26,36 @@ class Pins:
         """Pins given up early, because the only running request needed their blocks."""
         self._pool = pool
         self._until_s: dict[int, float] = {}
+        self._tenants: dict[int, bytes] = {}
+        """Who pinned a block first."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are pinned now."""
         return len(self._until_s)
 
-    def add(self, blocks: list[int], until_s: float) -> int:
+    def held_by(self, tenant: bytes) -> int:
+        """Blocks that this tenant was the first to pin. Cost: O(pinned blocks)."""
+        return sum(owner == tenant for owner in self._tenants.values())
+
+    def add(self, blocks: list[int], until_s: float, tenant: bytes = b"") -> int:
         """Pins a prefix's blocks, first to last, as far as the quota goes; a longer time on any of them stands.
+
+        Args:
+            tenant: may hold TENANT_SHARE of the quota; empty, for the operator and where there are no keys, all of it.
 
         Returns: how many of them are pinned now.
         """
+        most = min(self.max_blocks, int(TENANT_SHARE * self.max_blocks) or 1) if tenant else self.max_blocks
+        left = min(most - self.held_by(tenant), self.max_blocks - len(self._until_s))
         for num, block in enumerate(blocks):
             if block not in self._until_s:
-                if len(self._until_s) >= self.max_blocks:
+                if left <= 0:
                     return num
+                left -= 1
                 self._pool.lock([block])
                 self._until_s[block] = until_s
+                self._tenants[block] = tenant
             self._until_s[block] = max(self._until_s[block], until_s)
         return len(blocks)
 
@@ -62,7 +78,7 @@ class Pins:
 
     def _release(self, blocks: list[int]) -> None:
         for block in blocks:
-            del self._until_s[block]
+            del self._until_s[block], self._tenants[block]
         self._pool.release(reversed(blocks))
 
     @property

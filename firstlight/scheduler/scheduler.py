@@ -351,7 +351,7 @@ class Scheduler:
         """Pins what the request asked for, now that its prompt is computed."""
         for pin in state.request.pins:
             until_s = math.inf if pin.ttl_s is None else self._clock() + pin.ttl_s
-            pinned = self.cache.pin(state.table, min(pin.num_tokens, state.num_prompt), until_s)
+            pinned = self.cache.pin(state.table, min(pin.num_tokens, state.num_prompt), until_s, state.request.tenant)
             state.pinned_tokens = max(state.pinned_tokens, pinned)
 
     def _end(

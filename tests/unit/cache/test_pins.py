@@ -49,6 +49,23 @@ def test_pinned_blocks_outlive_pressure_until_their_time_ends() -> None:
     kv.check([])
 
 
+def test_pins_of_one_tenant_leave_room_for_another_s() -> None:
+    kv = KVCache(24, SIZE, b"w", max_pinned=8)
+    table = computed(kv, list(range(16)))
+    assert kv.pin(table, 16, 10.0, b"greedy") == 2 * SIZE
+    assert kv.pin(table, 16, 10.0, b"greedy") == 2 * SIZE
+    other = computed(kv, list(range(20, 36)))
+    assert kv.pin(other, 16, 10.0, b"greedy") == 0
+    assert kv.pin(other, 16, 10.0, b"modest") == 2 * SIZE
+    assert kv.pin(other, 16, math.inf) == 4 * SIZE
+    kv.expire_pins(10.0)
+    third = computed(kv, list(range(40, 56)))
+    assert kv.pin(third, 16, 20.0, b"greedy") == 2 * SIZE
+    for one in (table, other, third):
+        kv.release(one)
+    kv.check([])
+
+
 def test_pin_beyond_the_quota_keeps_the_beginning() -> None:
     kv = KVCache(8, SIZE, b"w", max_pinned=2)
     table = computed(kv, list(range(16)))
