@@ -5,7 +5,6 @@ Knows finished records, not how they were produced.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import subprocess
@@ -17,21 +16,11 @@ from typing import Any
 import msgspec
 
 from firstlight.measure.bench import LevelResult, LoadShape, RequestRecord
+from firstlight.measure.percentile import percentile
 
 __all__ = ["percentile", "render_table", "report_document", "summarise"]
 
 _PERCENTS = (50, 95, 99)
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The percentile by linear interpolation between the two nearest ranks; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summarise(level: LevelResult) -> dict[str, Any]:

@@ -5,9 +5,10 @@ Written and read on one thread.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
+
+from firstlight.measure.percentile import percentile
 
 __all__ = ["LiveWindow", "percentiles_ms"]
 
@@ -56,12 +57,12 @@ class LiveWindow:
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """p50, p95 and p99 (the smallest value with at least that share at or below it), and how many there are."""
+    """p50, p95 and p99, and how many there are."""
     ordered = sorted(seconds)
     known: dict[str, float | None] = {"num": len(ordered)}
     for percent in (50, 95, 99):
-        at = math.ceil(percent / 100 * len(ordered)) - 1
-        known[f"p{percent}"] = ordered[at] * 1e3 if ordered else None
+        value = percentile(ordered, percent)
+        known[f"p{percent}"] = None if value is None else value * 1e3
     return known
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -126,6 +127,56 @@ def test_dashboard_keeps_its_layout_and_its_size_at_50_updates_a_second(page: An
         after = page.evaluate("[document.body.scrollHeight, document.querySelectorAll('*').length]")
         assert after[0] == before[0]
         assert after[1] - num_rows == before[1]
+
+
+AN_HOUR = """async (frames) => {
+  const { keep, list } = await import("./dashboard/dashboard.js");
+  const percentiles = (i) => ({ num: 9, p50: 9 + i % 7, p95: 20 + i % 11, p99: i % 13 ? 30 + i % 17 : null });
+  const step = (i, at) => [i + at, 64 - at, 5 + at % 9, 6, at % 5, at % 3, 0.5];
+  for (let frame = 0; frame < frames; frame += 1) {
+    for (let at = 0; at < 1000; at += 1) {
+      const i = window.updates = (window.updates ?? 0) + 1;
+      keep({
+        model: "m", now_unix_s: 1.7e9 + i / 50, running: i % 9, waiting: i % 5, requests: i, output_tokens: 8 * i,
+        output_tokens_per_s: 100 + i % 50, ttft_ms: percentiles(i), itl_ms: percentiles(i + 3),
+        kv: { blocks: 64, free: 60, cached: 2, running: 1, pinned: 1, map: "frcp".repeat(16), blocks_per_cell: 1 },
+        steps: Array.from({ length: 64 }, (_, at) => step(i, at)),
+      });
+    }
+    if (frame % 3 === 0) await list.refresh();
+    await new Promise(requestAnimationFrame);
+  }
+}"""
+
+
+def test_dashboard_does_not_grow_in_an_hour_at_50_updates_a_second(page: Any) -> None:
+    """180,000 updates through the page's own path, fast: heap and nodes after a tenth of them and after all."""
+    names = itertools.count()
+
+    def listed(route: Any) -> None:
+        template = views[0]
+        route.fulfill(json={"requests": [template | {"id": f"r{next(names)}"} for _ in range(40)]})
+
+    with started() as server:
+        httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 4})
+        wait_until(lambda: httpx.get(server.url + "/debug/live").json()["requests"] == 1, "the request to be kept")
+        views = httpx.get(server.url + "/debug/requests").json()["requests"]
+        page.route("**/debug/live", lambda route: route.abort())
+        page.route("**/debug/requests*", listed)
+        page.goto(server.url + "/dashboard")
+        tools = page.context.new_cdp_session(page)
+
+        def size(frames: int) -> tuple[int, int]:
+            page.evaluate(AN_HOUR, frames)
+            tools.send("HeapProfiler.collectGarbage")
+            nodes = tools.send("Memory.getDOMCounters")["nodes"]
+            return tools.send("Runtime.getHeapUsage")["usedSize"], nodes
+
+        early_bytes, early_nodes = size(18)
+        late_bytes, late_nodes = size(162)
+        assert page.evaluate("window.updates") == 180_000
+        assert late_bytes - early_bytes < 400_000, "less than 2.5 bytes an update"
+        assert late_nodes - early_nodes < 100
 
 
 def test_dashboard_survives_a_restart_of_the_server(page: Any) -> None:
