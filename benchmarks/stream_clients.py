@@ -12,6 +12,8 @@ from typing import Any
 from firstlight.measure.client import ChunkedBody, Endpoint, EventStream, get_json, post_json
 
 SETTLE_S = 15.0
+Kill = tuple[float, int]
+"""Seconds or tokens after which a client is gone, whichever comes first."""
 HEALTH_HZ = 200
 
 
@@ -27,9 +29,7 @@ class Reader:
         self.end_s = 0.0
         self.sent_s = 0.0
 
-    async def read(
-        self, url: str, body: dict[str, Any], *, kill_after_s: float | None = None, headers: str = ""
-    ) -> None:
+    async def read(self, url: str, body: dict[str, Any], *, kill: Kill | None = None, headers: str = "") -> None:
         """Asks and reads to the end, or until it kills its connection (TCP reset)."""
         endpoint = Endpoint.parse(url)
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -39,8 +39,8 @@ class Reader:
             head = endpoint.head("POST", "/v1/completions", len(payload)).replace(b"\r\n\r\n", b"\r\n", 1)
             self.sent_s = time.monotonic()
             writer.write(head + headers.encode() + b"\r\n" + payload)
-            async with asyncio.timeout(kill_after_s):
-                await self._events(reader)
+            async with asyncio.timeout(kill and kill[0]):
+                await self._events(reader, kill and kill[1])
         except TimeoutError:
             self.was_killed = True
             linger = struct.pack("ii", 1, 0)
@@ -51,7 +51,8 @@ class Reader:
         if not self.is_whole and not self.was_killed and self.error is None:
             self.error = "the stream broke off"
 
-    async def _events(self, reader: asyncio.StreamReader) -> None:
+    async def _events(self, reader: asyncio.StreamReader, most_tokens: int | None) -> None:
+        """Raises TimeoutError after so many tokens."""
         head = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
             self.error = head.split(b"\r\n", 1)[0].decode()
@@ -64,6 +65,8 @@ class Reader:
                     self.is_whole = True
                     return
                 self._take(json.loads(event), now_s)
+                if most_tokens is not None and len(self.times_s) >= most_tokens:
+                    raise TimeoutError
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         if "error" in event:
@@ -80,11 +83,11 @@ class Reader:
         return {**{name: getattr(self, name) for name in names}, "gaps_s": gaps_s}
 
 
-async def crowd(url: str, bodies: list[dict[str, Any]], kill_within_s: list[float | None]) -> list[dict[str, Any]]:
+async def crowd(url: str, bodies: list[dict[str, Any]], kills: list[Kill | None]) -> list[dict[str, Any]]:
     """All streams at once; those with a moment are killed then."""
     readers = [Reader() for _ in bodies]
-    calls = zip(readers, bodies, kill_within_s, strict=True)
-    await asyncio.gather(*(reader.read(url, body, kill_after_s=after_s) for reader, body, after_s in calls))
+    calls = zip(readers, bodies, kills, strict=True)
+    await asyncio.gather(*(reader.read(url, body, kill=kill) for reader, body, kill in calls))
     return [reader.seen() for reader in readers]
 
 
@@ -116,7 +119,7 @@ async def beside_readers(
         await event.wait()
     began_s = time.monotonic()
     before = sum(num_read)
-    streams = await crowd(url, bodies, [None] * len(bodies))
+    streams = await crowd(url, bodies, [None for _ in bodies])
     took_s, read = time.monotonic() - began_s, [sum(num_read) - before]
     still = [not task.done() for task in tasks]
     for task in tasks:

@@ -3,8 +3,8 @@
 The server runs in this process and everything that talks to it in another, so that the server's own times can be read
 exactly. The parts:
 
-- storm: 500 of 1,000 streams are killed at random moments. The other 500 were asked before, with nobody killed: their
-  texts must be equal to the byte.
+- storm: 1,000 streams at once; then the same 1,000, of which 500 are killed at random moments: in the queue, during
+  prefill, between tokens. The texts of the other 500 must be equal to the byte.
 - slow: 8 streams alone, beside 4 more, and beside 4 that read 1 kB/s, in turns.
 - overhead: 16 streams; from a request's arrival until the core has it, and from the end of each step until its token is
   handed to the socket.
@@ -39,6 +39,13 @@ from firstlight.server import run as server_run
 from firstlight.server.app import App, create_app
 from firstlight.server.asgi import Receive, Scope, Send
 
+RSS_EVERY_S = 0.2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "storm": {"prefix_cache": False},  # so that asking a second time is the same work
+    "slow": {"num_blocks": 640},  # all of them touched in the first round, so that memory stands still after it
+    "overhead": {},
+    "tokenise": {},
+}
 PARTS = ("storm", "slow", "overhead", "tokenise")
 Ask = Callable[..., Any]
 
@@ -66,11 +73,10 @@ class StampedApp:
 class Bench:
     """The server in this process, and the other process that asks."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        config = EngineConfig(model=str(args.model), threads=args.threads)
+    def __init__(self, args: argparse.Namespace, **options: Any) -> None:
+        config = EngineConfig(model=str(args.model), threads=args.threads, **options)
         self.apps: list[StampedApp] = []
         server_run.create_app = self._stamped_app  # type: ignore[assignment,attr-defined]
-        # Everything that is waiting must be let in: the storm opens more streams than the default queue holds.
         self.server = server_run.ServerThread(
             lambda: AsyncEngine(config), ServerConfig(port=0, served_model_name="model", idle_timeout_s=2)
         )
@@ -97,9 +103,13 @@ class Bench:
         self._pipe.send((name, {"url": self.server.url, **options}))
         return self._pipe.recv()
 
-    def rss_mb(self) -> float:
-        """Of this process, which is the server's."""
-        return memory_mb(os.getpid())["rss_mb"]
+    def ask_watched(self, name: str, **options: Any) -> tuple[Any, float]:
+        """As `ask`; and the most memory this process, the server's, held meanwhile, in MB."""
+        self._pipe.send((name, {"url": self.server.url, **options}))
+        most_mb = 0.0
+        while not self._pipe.poll(RSS_EVERY_S):
+            most_mb = max(most_mb, memory_mb(os.getpid())["rss_mb"])
+        return self._pipe.recv(), most_mb
 
 
 def _answer_calls(pipe: Connection) -> None:
@@ -113,24 +123,23 @@ def _answer_calls(pipe: Connection) -> None:
 
 
 def storm(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """Half of `--streams` are asked undisturbed; then all, and the other half are killed."""
+    """All of `--streams` undisturbed; then again, and half of them are killed."""
     source = random.Random(args.seed)
     num = args.streams // 2
     texts = [_words(source, source.randint(4, 24)) for _ in range(2 * num)]
     bodies = [_body(text, max_tokens=args.storm_tokens) for text in texts]
-    steady, doomed = bodies[:num], bodies[num:]
-    before = bench.ask("crowd", bodies=steady, kill_within_s=[None] * num)
-    longest_s = max(stream["end_s"] for stream in before)
-    moments = [source.uniform(0, 1.5 * longest_s) for _ in doomed]
-    both = bench.ask("crowd", bodies=steady + doomed, kill_within_s=[None] * num + moments)
-    after, killed = both[:num], both[num:]
+    undisturbed = bench.ask("crowd", bodies=bodies, kills=[None] * len(bodies))
+    before, other = undisturbed[0::2], undisturbed[1::2]
+    kills = [(source.uniform(0, stream["end_s"]), source.randint(1, args.storm_tokens - 1)) for stream in other]
+    mixed = [kill for pair in zip([None] * num, kills, strict=True) for kill in pair]
+    both = bench.ask("crowd", bodies=bodies, kills=mixed)
+    after, killed = both[0::2], both[1::2]
     changed = sum(a["text"] != b["text"] for a, b in zip(before, after, strict=True))
     audit = bench.ask("settled_audit")
     return {
         "streams": 2 * num,
         "killed": sum(stream["was_killed"] for stream in killed),
-        "ended_before_they_were_killed": sum(not stream["was_killed"] for stream in killed),
-        "killed_before_their_first_token": sum(stream["was_killed"] and not stream["gaps_s"] for stream in killed),
+        "killed_before_their_first_token": sum(not stream["times_s"] for stream in killed),
         "failed": sum(stream["error"] is not None for stream in both),
         "texts_changed": changed,
         "audit": audit,
@@ -151,13 +160,15 @@ def slow(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     rss_mb: dict[str, list[float]] = {name: [] for name in company}
     read: list[int] = []
     source = random.Random(args.seed)
-    for _ in range(args.rounds):
+    for at in range(args.rounds + 1):
         for name, rate in company.items():
             beside = [_body(_words(source, 16), max_tokens=1800, logprobs=5) for _ in range(0 if rate is None else 4)]
             measured = [_body(_words(source, 16), max_tokens=args.slow_tokens) for _ in range(8)]
-            found = bench.ask("beside_readers", bodies=measured, beside=beside, bytes_per_s=rate or 0)
+            found, most_mb = bench.ask_watched("beside_readers", bodies=measured, beside=beside, bytes_per_s=rate or 0)
+            if at == 0:
+                continue
             gaps_ms[name] += [1e3 * gap_s for stream in found["streams"] for gap_s in stream["gaps_s"]]
-            rss_mb[name].append(round(bench.rss_mb(), 1))
+            rss_mb[name].append(round(most_mb, 1))
             if rate:
                 read.append(round(statistics.mean(found["bytes_read"]) / found["took_s"]))
     spreads = {name: _spread(values) for name, values in gaps_ms.items()}
@@ -166,7 +177,7 @@ def slow(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         "p99_slow_readers_to_brisk": round(spreads["beside 4 at 1 kB/s"]["p99"] / spreads["beside 4"]["p99"], 3),
         "p99_slow_readers_to_alone": round(spreads["beside 4 at 1 kB/s"]["p99"] / spreads["alone"]["p99"], 3),
         "bytes_per_s_read": read,
-        "rss_mb": rss_mb,
+        "most_rss_mb": rss_mb,
         "audit": bench.ask("settled_audit"),
     }
 
@@ -275,8 +286,8 @@ def main() -> None:
         document = json.loads(args.out.read_text())
     measured = {"storm": storm, "slow": slow, "overhead": overhead, "tokenise": tokenise}
     for name in args.part or PARTS:
-        with Bench(args) as bench:
-            bench.ask("crowd", bodies=[_body("warm up", max_tokens=8)] * 4, kill_within_s=[None] * 4)
+        with Bench(args, **OPTIONS[name]) as bench:
+            bench.ask("crowd", bodies=[_body("warm up", max_tokens=8)] * 4, kills=[None] * 4)
             found = measured[name](bench, args)
         document[name] = {**conditions("benchmarks.streams", args.threads), "result": found}
         write(document, args.out)
