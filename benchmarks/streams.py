@@ -39,6 +39,8 @@ from firstlight.server import run as server_run
 from firstlight.server.app import App, create_app
 from firstlight.server.asgi import Receive, Scope, Send
 
+__all__ = ["Bench", "some_words", "spread", "stream_body"]
+
 RSS_EVERY_S = 0.2
 FOREVER_S = 3600.0
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -127,8 +129,8 @@ def storm(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """All of `--streams` undisturbed; then again, and half of them are killed."""
     source = random.Random(args.seed)
     num = args.streams // 2
-    texts = [_words(source, source.randint(4, 24)) for _ in range(2 * num)]
-    bodies = [_body(text, max_tokens=args.storm_tokens) for text in texts]
+    texts = [some_words(source, source.randint(4, 24)) for _ in range(2 * num)]
+    bodies = [stream_body(text, max_tokens=args.storm_tokens) for text in texts]
     undisturbed = bench.ask("crowd", bodies=bodies, kills=[None] * len(bodies))
     before, other = undisturbed[0::2], undisturbed[1::2]
     # By time alone nearly all would be killed in the queue, where streams spend most of it.
@@ -154,7 +156,7 @@ def storm(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 def _gaps(streams: Sequence[dict[str, Any]]) -> dict[str, float]:
     gaps_ms = [1e3 * gap_s for stream in streams for gap_s in stream["gaps_s"]]
     middle = statistics.median(gaps_ms)
-    return {**_spread(gaps_ms), "over_3x_median": sum(gap > 3 * middle for gap in gaps_ms), "num": len(gaps_ms)}
+    return {**spread(gaps_ms), "over_3x_median": sum(gap > 3 * middle for gap in gaps_ms), "num": len(gaps_ms)}
 
 
 def slow(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
@@ -166,8 +168,11 @@ def slow(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     source = random.Random(args.seed)
     for at in range(args.rounds + 1):
         for name, rate in company.items():
-            beside = [_body(_words(source, 16), max_tokens=1800, logprobs=5) for _ in range(0 if rate is None else 4)]
-            measured = [_body(_words(source, 16), max_tokens=args.slow_tokens) for _ in range(8)]
+            beside = [
+                stream_body(some_words(source, 16), max_tokens=1800, logprobs=5)
+                for _ in range(0 if rate is None else 4)
+            ]
+            measured = [stream_body(some_words(source, 16), max_tokens=args.slow_tokens) for _ in range(8)]
             found, most_mb = bench.ask_watched("beside_readers", bodies=measured, beside=beside, bytes_per_s=rate or 0)
             if at == 0:
                 continue
@@ -175,7 +180,7 @@ def slow(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
             rss_mb[name].append(round(most_mb, 1))
             if rate:
                 read.append(round(statistics.mean(found["bytes_read"]) / found["took_s"]))
-    spreads = {name: _spread(values) for name, values in gaps_ms.items()}
+    spreads = {name: spread(values) for name, values in gaps_ms.items()}
     return {
         "gaps_ms": spreads,
         "p99_slow_readers_to_brisk": round(spreads["beside 4 at 1 kB/s"]["p99"] / spreads["beside 4"]["p99"], 3),
@@ -198,7 +203,7 @@ def overhead(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     num_merged = 0
     for at in range(args.rounds):
         ids = [f"overhead-{at}-{i}" for i in range(16)]
-        bodies = [_body(_words(source, 24), max_tokens=args.overhead_tokens) for _ in ids]
+        bodies = [stream_body(some_words(source, 24), max_tokens=args.overhead_tokens) for _ in ids]
         sent = bench.ask("staggered", bodies=bodies, request_ids=ids, apart_s=args.apart_ms / 1e3)
         steps = bench.server.engine.step_records()
         for request_id, stream in zip(ids, sent, strict=True):
@@ -221,11 +226,11 @@ def overhead(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "streams": 16 * args.rounds,
         "streams_with_merged_writes": num_merged,
-        "client_sent_to_arrival_ms": _spread(to_app_ms),
-        "arrival_to_core_ms": _spread(to_core_ms),
-        "added_to_ttft_ms": _spread(first_ms),
-        "step_end_to_socket_ms": _spread(later_ms),
-        "moved_gap_by_ms": _spread(gap_ms),
+        "client_sent_to_arrival_ms": spread(to_app_ms),
+        "arrival_to_core_ms": spread(to_core_ms),
+        "added_to_ttft_ms": spread(first_ms),
+        "step_end_to_socket_ms": spread(later_ms),
+        "moved_gap_by_ms": spread(gap_ms),
     }
 
 
@@ -236,11 +241,11 @@ def _samples(step: Any, core_id: str, num_prompt: int) -> bool:
 
 def tokenise(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """/health with nothing else about, beside one 1 MB text being tokenised after another, and beside two at a time."""
-    text = " ".join(_words(random.Random(args.seed), 40) for _ in range(6000))[:1_000_000]
+    text = " ".join(some_words(random.Random(args.seed), 40) for _ in range(6000))[:1_000_000]
     result: dict[str, Any] = {"text_bytes": len(text.encode())}
     for name, num in (("quiet", 0), ("one text at a time", 1), ("two texts at a time", 2)):
         found = bench.ask("health_beside", text=text, num_texts=num, seconds=args.health_s)
-        result[name] = {"health_ms": _spread([1e3 * s for s in found["health_s"]]), "asked": len(found["health_s"])}
+        result[name] = {"health_ms": spread([1e3 * s for s in found["health_s"]]), "asked": len(found["health_s"])}
         if num:
             result[name] |= {"texts": found["num_texts"], "seconds_a_text": round(found["seconds_a_text"], 2)}
     quiet = result["quiet"]["health_ms"]["p99"]
@@ -249,20 +254,22 @@ def tokenise(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _body(prompt: str, *, max_tokens: int, **options: Any) -> dict[str, Any]:
+def stream_body(prompt: str, *, max_tokens: int, **options: Any) -> dict[str, Any]:
+    """A completions request for a stream of so many tokens."""
     body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return {**body, "stream": True, **options}
 
 
-def _words(source: random.Random, num: int) -> str:
+def some_words(source: random.Random, num: int) -> str:
+    """A prompt of `num` words, a token each."""
     words = "time year people way day man thing woman life child world school state family student group country"
     return " ".join(source.choices(words.split(), k=num))
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    """p50, p99 and the largest."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p99 and the largest."""
     ordered = sorted(values)
-    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()}
 
 
@@ -291,7 +298,7 @@ def main() -> None:
     measured = {"storm": storm, "slow": slow, "overhead": overhead, "tokenise": tokenise}
     for name in args.part or PARTS:
         with Bench(args, **OPTIONS[name]) as bench:
-            bench.ask("crowd", bodies=[_body("warm up", max_tokens=8)] * 4, kills=[None] * 4)
+            bench.ask("crowd", bodies=[stream_body("warm up", max_tokens=8)] * 4, kills=[None] * 4)
             found = measured[name](bench, args)
         document[name] = {**conditions("benchmarks.streams", args.threads), "result": found}
         write(document, args.out)
