@@ -1,4 +1,4 @@
-"""How long a step's events take from the core to the server's loop, a thread of the same process, or to another process.
+"""How long a step's events take from the core to the loop, a thread of the same process, and to another process.
 
 Both are measured in one run: every batch that the core hands to the loop also goes to a process that does nothing but
 read and decode it. 16 streams, so that both cores of a small machine compute.
