@@ -17,11 +17,21 @@ from typing import Any, NoReturn, TypeVar
 
 from firstlight.errors import ConfigError
 
-__all__ = ["Command", "Invocation", "flag_of", "nearest", "parse", "render_overview"]
+__all__ = [
+    "KIND_NAMES",
+    "Command",
+    "Invocation",
+    "describe",
+    "flag_of",
+    "kind_of",
+    "nearest",
+    "parse",
+    "render_overview",
+]
 
 Config = TypeVar("Config")
 
-_KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
+KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +177,11 @@ def describe(field: dataclasses.Field[Any]) -> str:
 
 
 def _metavar(hint: Any, unit: str) -> str:
-    kind, _ = _kind_of(hint)
+    kind, _ = kind_of(hint)
     return unit.upper() if unit else {int: "N", float: "X", str: "TEXT"}[kind]
 
 
-def _kind_of(hint: Any) -> tuple[type, bool]:
+def kind_of(hint: Any) -> tuple[type, bool]:
     """The element type of an annotation and whether it is a comma-separated list."""
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
@@ -181,13 +191,13 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def _converter(flag: str, hint: Any, choices: tuple[str, ...]) -> Callable[[str], Any]:
-    kind, is_list = _kind_of(hint)
+    kind, is_list = kind_of(hint)
 
     def convert_one(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            raise ConfigError(f"`{flag}` is {text!r}, which is not {_KIND_NAMES[kind]}") from None
+            raise ConfigError(f"`{flag}` is {text!r}, which is not {KIND_NAMES[kind]}") from None
         if choices and value not in choices:
             close = nearest(text, choices)
             raise ConfigError(

@@ -18,6 +18,7 @@ __all__ = [
     "DoctorConfig",
     "ExplainConfig",
     "PullConfig",
+    "ServeConfig",
     "SimulateConfig",
     "TraceConfig",
 ]
@@ -28,6 +29,15 @@ class PullConfig:
     """What to fetch."""
 
     name: str = option(EngineConfig().model, "short name, or hf:org/name[:file]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Where more of the options stand."""
+
+    config: str = option(
+        "", "TOML file with options by their long names (`max-step-rows = 32`); the command line wins", "FILE"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +166,7 @@ COMMANDS = (
         "serve",
         "Serves a model over an OpenAI-compatible API.",
         "firstlight.cli.serve:run",
-        (EngineConfig, ServerConfig),
+        (EngineConfig, ServerConfig, ServeConfig),
         "model",
     ),
     Command(

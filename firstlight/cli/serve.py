@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 
 from firstlight.cli.arguments import Invocation
+from firstlight.cli.commands import ServeConfig
+from firstlight.cli.config_file import with_file
 from firstlight.cli.console import bold, note
 from firstlight.cli.download import fetch_if_missing
 from firstlight.cli.startup import StartupFacts, render_startup
@@ -34,6 +36,8 @@ class _TimedLoad:
 
 def run(invocation: Invocation) -> int:
     """Serves until it is told to stop; 0 after an orderly stop."""
+    if path := invocation.config(ServeConfig).config:
+        invocation = with_file(invocation, path, (EngineConfig, ServerConfig))
     engine_config, server_config = invocation.config(EngineConfig), invocation.config(ServerConfig)
     if engine_config.backend != "fake":
         fetch_if_missing(engine_config.model)
