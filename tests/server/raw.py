@@ -72,7 +72,7 @@ def dechunked(answer: bytes) -> bytes:
     return body
 
 
-def wait_until(claim: Any, what: str, timeout_s: float = 20.0) -> None:
+def wait_until(claim: Any, what: str, timeout_s: float = 60.0) -> None:
     """Returns once `claim()` is true; fails after a time that no healthy run comes near."""
     deadline_s = time.monotonic() + timeout_s
     while not claim():
