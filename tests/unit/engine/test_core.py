@@ -11,7 +11,7 @@ from firstlight.engine.core import EngineCore
 from firstlight.errors import BackendError, OverloadedError, RequestError
 from firstlight.types import CoreRequest, FinishReason, SamplingParams, TokenEvent
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def request(request_id: str, prompt: list[int] | None = None, max_tokens: int = 5) -> CoreRequest:
