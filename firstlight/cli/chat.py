@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 
-from firstlight.cli.answers import AnswerSource, Message, open_source
+from firstlight.cli.answers import AnswerPiece, AnswerSource, Message, open_source
 from firstlight.cli.arguments import Invocation, flag_of
 from firstlight.cli.commands import ChatConfig
 from firstlight.cli.console import dim, exit_code_of, note, print_error
@@ -82,25 +83,49 @@ class Conversation:
         self.history.append({"role": "user", "content": question})
         clock = _AnswerClock(time.perf_counter())
         pieces: list[str] = []
-        stream = self.source.answer(opening + self.history)
         try:
-            while (piece := self.runner.run(anext(stream, None))) is not None:
-                clock.note(piece.text, piece.usage)
-                pieces.append(piece.text)
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
+            self.runner.run(_print_answer(self.source.answer(opening + self.history), clock, pieces))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             note(dim(" (stopped)"))
         except FirstlightError as error:
             print_error(error)
             self.history.pop()
             return exit_code_of(error)
-        finally:
-            self.runner.run(stream.aclose())
         print(flush=True)
         self.history.append({"role": "assistant", "content": "".join(pieces)})
         note(dim(render_timing(clock)))
         return 0
+
+
+async def _print_answer(stream: AsyncGenerator[AnswerPiece], clock: _AnswerClock, pieces: list[str]) -> None:
+    """Prints an answer as it comes and adds its text to `pieces`. Ctrl-C cancels it, and closes the stream."""
+    with _cancelled_by_ctrl_c():
+        async with contextlib.aclosing(stream):
+            async for piece in stream:
+                clock.note(piece.text, piece.usage)
+                pieces.append(piece.text)
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c() -> Iterator[None]:
+    """While the block runs, Ctrl-C cancels its task.
+
+    The runner does that too, but does not wake a loop that is just going to sleep: the answer would then stop only when
+    its next piece comes.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    try:
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+    except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread: the runner's has to do
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 @dataclass(slots=True)

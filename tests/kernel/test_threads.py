@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,7 +77,10 @@ def test_teams_made_and_dropped_at_once_leave_no_thread(model: LoadedModel) -> N
         if i % 2:
             one_step(backend, model, i)
         backend.close()
-    assert num_threads() == before
+    end_s = time.monotonic() + 60  # the system may list a thread for a moment after it was joined
+    while num_threads() > before and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert num_threads() <= before
 
 
 def num_threads() -> int:

@@ -38,7 +38,7 @@ class EchoSource:
                     raise RequestError("`prompt` is too long", hint="/reset")
                 yield AnswerPiece(word + " ")
                 if word == "stall":
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(600)
             yield AnswerPiece("", "stop", Usage(prompt_tokens=5, completion_tokens=len(words), cached_tokens=2))
         finally:
             self.num_closed += 1
