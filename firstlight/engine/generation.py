@@ -26,11 +26,26 @@ MAX_MERGED_TOKENS = 256
 
 
 class Mailbox:
-    """Which choices have something to take; shared by one call's choices and its reader, on one loop."""
+    """Which choices have something to take; shared by one call's choices and its one reader, on one loop."""
 
     def __init__(self) -> None:
         self.ready: deque[Choice] = deque()
-        self.wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Something is ready."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns when something is ready."""
+        while not self.ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
 
 class Choice:
@@ -78,7 +93,7 @@ class Choice:
         """Adds one event of the core. Returns: whether a stop string ended the choice, which the core must be told."""
         if not self.has_pending:
             self._mailbox.ready.append(self)
-        self._mailbox.wake.set()
+        self._mailbox.wake()
         self._undecoded += event.token_ids
         self._logprobs += event.logprobs or []
         if event.logits is not None:
@@ -195,9 +210,7 @@ class Generation(AsyncIterator[OutputDelta]):
             raise StopAsyncIteration
         box = self._mailbox
         try:
-            while not box.ready:
-                box.wake.clear()
-                await box.wake.wait()
+            await box.wait()
         except BaseException:
             self._close()
             raise

@@ -161,15 +161,18 @@ class Metrics:
         """A request has entered its first step."""
         self._queue.observe(queue_s)
 
-    def first_token(self, ttft_s: float) -> None:
+    def first_token(self, now_s: float, ttft_s: float) -> None:
         """The first output token of a request has left."""
         self._ttft.observe(ttft_s)
+        self.live.first_token(now_s, ttft_s)
 
-    def tokens(self, gap_s: float, num_tokens: int) -> None:
+    def tokens(self, now_s: float, gap_s: float | None, num_tokens: int) -> None:
         """`num_tokens` have left together, `gap_s` after the token before them (0 gaps among themselves)."""
-        self._itl.observe(gap_s)
-        if num_tokens > 1:
-            self._itl.observe(0.0, num_tokens - 1)
+        self.live.tokens(now_s, num_tokens, gap_s)
+        if gap_s is not None:
+            self._itl.observe(gap_s)
+            if num_tokens > 1:
+                self._itl.observe(0.0, num_tokens - 1)
 
     def per_token(self, tpot_s: float) -> None:
         """A choice with two tokens or more has ended by itself; this was its mean gap."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -191,6 +190,11 @@ class Answer:
 
     async def _pieces(self, generations: Sequence[Generation]) -> AsyncGenerator[list[Piece]]:
         """All that is waiting at a time, until every choice has ended. Raises where a choice does not end by itself."""
+        if len(generations) == 1 and self._request.params.n == 1:
+            async with aclosing(generations[0]) as only:
+                async for delta in only:
+                    yield [self._piece(0, delta)]
+            return
         async with aclosing(merged_batches(generations, self._request.params.n)) as batches:
             async for batch in batches:
                 yield [self._piece(choice, delta) for choice, delta in batch]
@@ -208,8 +212,8 @@ class Answer:
             self._usages[choice] = delta.usage
         logprobs, num_tokens = self._shown_logprobs(delta), len(delta.token_ids)
         if not self._parsers:
-            piece = Piece(choice, delta.text, logprobs, num_tokens, delta.finish)
-            return replace(piece, prompt_logprobs=delta.prompt_logprobs)
+            prompt_logprobs = delta.prompt_logprobs
+            return Piece(choice, delta.text, logprobs, num_tokens, delta.finish, prompt_logprobs=prompt_logprobs)
         parser = self._parsers[choice]
         parts = parser.push(delta.text)
         if delta.finish is not None:

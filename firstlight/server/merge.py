@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 from firstlight.engine.generation import Generation
 from firstlight.types import OutputDelta
@@ -23,11 +22,6 @@ async def merged_batches(generations: Sequence[Generation], n: int) -> AsyncGene
     A generation is asked for more only when its last deltas were taken, so what a slow reader leaves lying is merged by
     the engine. Leaving the iteration closes every generation.
     """
-    if len(generations) == 1 and n == 1:
-        async with aclosing(generations[0]) as only:
-            async for delta in only:
-                yield [(0, delta)]
-        return
     box = _Box()
     pumps = [asyncio.create_task(box.pump(generation, at * n)) for at, generation in enumerate(generations)]
     try:

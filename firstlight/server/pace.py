@@ -75,15 +75,14 @@ class Playout:
         return self._due_s
 
 
-async def paced(batches: AsyncGenerator[list[Piece]], pacing: Pacing) -> AsyncGenerator[list[Piece]]:
+def paced(batches: AsyncGenerator[list[Piece]], pacing: Pacing) -> AsyncGenerator[list[Piece]]:
     """The same pieces at their times: those of a choice that leave together are one. Raises what `batches` raises,
     after everything before it has left. Closing it closes `batches`.
     """
-    if pacing.is_off:
-        async with aclosing(batches):
-            async for batch in batches:
-                yield batch
-        return
+    return batches if pacing.is_off else _paced(batches, pacing)
+
+
+async def _paced(batches: AsyncGenerator[list[Piece]], pacing: Pacing) -> AsyncGenerator[list[Piece]]:
     held = _Held(pacing)
     pump = asyncio.create_task(held.fill(batches))
     try:

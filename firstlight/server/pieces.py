@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from firstlight.text.tool_parsers import Part
 from firstlight.types import FinishReason, TokenLogprob
@@ -10,8 +10,7 @@ from firstlight.types import FinishReason, TokenLogprob
 __all__ = ["Piece"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one choice has gained since its last piece."""
 
     choice: int

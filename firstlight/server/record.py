@@ -15,6 +15,16 @@ from firstlight.types import FinishReason, Usage
 __all__ = ["RequestRecord", "cache_facts"]
 
 
+class _Lane:
+    """When the tokens of one choice left: the first, the last, and how many after the first ones."""
+
+    __slots__ = ("first_s", "last_s", "num_since")
+
+    def __init__(self, first_s: float) -> None:
+        self.first_s = self.last_s = first_s
+        self.num_since = 0
+
+
 class RequestRecord:
     """Stamps and counts of one request, on the monotonic clock. Written by the task that serves it.
 
@@ -47,10 +57,8 @@ class RequestRecord:
         self._request_id = request_id
         self._arrival_s = arrival_s
         self._first_s: float | None = None
-        self._last_s: dict[int, float] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._gaps_s: list[float] = []
-        self._first_of: dict[int, tuple[float, int]] = {}
-        """When the first tokens of a choice left, and how many tokens have left since."""
         self._finishes: dict[int, FinishReason] = {}
         self._num_output = 0
         self.answer_id = ""
@@ -89,22 +97,27 @@ class RequestRecord:
         if num_tokens == 0:
             return
         now_s = time.monotonic()
+        self._num_output += num_tokens
+        lane = self._lanes.get(choice)
+        if lane is None:
+            self._begun(choice, num_tokens, now_s)
+            return
+        gap_s = now_s - lane.last_s
+        lane.last_s = now_s
+        lane.num_since += num_tokens
+        self._gaps_s.append(gap_s)
+        if gap_s > self._longest_gap_s:
+            self._longest_gap_s, self._gap_end_s = gap_s, now_s
+        self._metrics.tokens(now_s, gap_s, num_tokens)
+
+    def _begun(self, choice: int, num_tokens: int, now_s: float) -> None:
+        """The first tokens of a choice have left."""
+        self._lanes[choice] = _Lane(now_s)
         if self._first_s is None:
             self._first_s = now_s
             self._stamps.first_left_s = now_s if self.stream else None
-            self._metrics.first_token(now_s - self._arrival_s)
-            self._metrics.live.first_token(now_s, now_s - self._arrival_s)
-        last_s = self._last_s.get(choice)
-        if last_s is not None:
-            self._metrics.tokens(now_s - last_s, num_tokens)
-            self._gaps_s.append(now_s - last_s)
-            if now_s - last_s > self._longest_gap_s:
-                self._longest_gap_s, self._gap_end_s = now_s - last_s, now_s
-        self._metrics.live.tokens(now_s, num_tokens, None if last_s is None else now_s - last_s)
-        self._last_s[choice] = now_s
-        began_s, num_since = self._first_of.get(choice, (now_s, 0))
-        self._first_of[choice] = (began_s, num_since + (0 if last_s is None else num_tokens))
-        self._num_output += num_tokens
+            self._metrics.first_token(now_s, now_s - self._arrival_s)
+        self._metrics.tokens(now_s, None, num_tokens)
 
     def finished(self, choice: int, finish: FinishReason) -> None:
         """A choice has ended."""
@@ -114,8 +127,8 @@ class RequestRecord:
         """The `timings` extension: milliseconds and tokens per second as this request saw them."""
         now_s = time.monotonic()
         first_s = now_s if self._first_s is None else self._first_s
-        decode_s = max(self._last_s.values(), default=first_s) - first_s
-        num_gaps = max(0, self._num_output - max(1, len(self._last_s)))
+        decode_s = max((lane.last_s for lane in self._lanes.values()), default=first_s) - first_s
+        num_gaps = max(0, self._num_output - max(1, len(self._lanes)))
         spans = {
             "queue_ms": (self.queue_s or 0.0) * 1e3,
             "ttft_ms": (first_s - self._arrival_s) * 1e3,
@@ -150,9 +163,9 @@ class RequestRecord:
             self._metrics.billed(self._key, num_prompt, self._num_output)
         if outcome is None:
             self._metrics.answered(e2e_s, num_prompt, self._num_output, finishes)
-            for choice, (began_s, num_since) in self._first_of.items():
-                if num_since:
-                    self._metrics.per_token((self._last_s[choice] - began_s) / num_since)
+            for lane in self._lanes.values():
+                if lane.num_since:
+                    self._metrics.per_token((lane.last_s - lane.first_s) / lane.num_since)
         else:
             self._metrics.ended(num_prompt, self._num_output)
             self._count(outcome, status)

@@ -48,12 +48,14 @@ class TextPipeline:
 
     def push(self, ids: Sequence[int]) -> TextStep:
         """The text that `ids` make safe to show. After a stop string, empty with `num_ids` 0."""
+        if not self._has_stops:
+            return TextStep(self._detokenizer.push(ids), len(ids), None)
         if self._matcher.matched is not None:
             return TextStep("", 0, self._matcher.matched)
-        before = self._detokenizer.fork() if self._has_stops else None
+        before = self._detokenizer.fork()
         decoded = self._detokenizer.push(ids)
         text, stop = self._matcher.push(decoded)
-        if stop is None or before is None:
+        if stop is None:
             return TextStep(text, len(ids), None)
         num_read = len(decoded) - self._matcher.num_unread
         return TextStep(text, _num_ids_until(before, ids, num_read), stop)

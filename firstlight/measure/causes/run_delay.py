@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 __all__ = ["RunDelay", "cpu_ns", "machine_s", "workers"]
@@ -44,6 +46,28 @@ def machine_s(delay_s: float, run_s: float, num_threads: int, *, ran_alone: bool
     if not ran_alone:
         return delay_s
     return delay_s + max(0.0, run_s - delay_s) * (1 - 1 / num_threads)
+
+
+def _at_start(file: int) -> bytes:
+    """The file's first bytes, read without giving the interpreter lock up: its next owner may keep it for milliseconds,
+    and the step that has just ended is not absorbed yet."""
+    if _pread is None:
+        return os.pread(file, _READ_BYTES, 0)
+    buffer = ctypes.create_string_buffer(_READ_BYTES)
+    return buffer.raw[: max(0, _pread(file, buffer, _READ_BYTES, 0))]
+
+
+def _locked_pread() -> Callable[..., int] | None:
+    if sys.platform != "linux":
+        return None
+    pread: Callable[..., int] = ctypes.PyDLL(None).pread
+    pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t]  # type: ignore[attr-defined]
+    pread.restype = ctypes.c_ssize_t  # type: ignore[attr-defined]
+    return pread
+
+
+_READ_BYTES = 96
+_pread = _locked_pread()
 
 
 class RunDelay:
@@ -92,5 +116,5 @@ class RunDelay:
         waited_ns = 0
         for file in self._files:
             with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
-                waited_ns += int(os.pread(file, 96, 0).split()[1])
+                waited_ns += int(_at_start(file).split()[1])
         return waited_ns

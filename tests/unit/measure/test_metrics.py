@@ -30,7 +30,8 @@ def test_buckets_go_from_one_ms_to_a_minute_in_small_steps() -> None:
 
 def test_tokens_that_leave_together_are_one_gap_and_zeros() -> None:
     metrics = Metrics("m", "1")
-    metrics.tokens(0.04, 3)
+    metrics.tokens(0.0, None, 1)
+    metrics.tokens(0.04, 0.04, 3)
     got = samples(metrics)
     assert got["inter_token_latency_seconds_count", ""] == 3
     assert got["inter_token_latency_seconds_sum", ""] == pytest.approx(0.04)
