@@ -53,8 +53,7 @@ def _at_start(file: int) -> bytes:
     and the step that has just ended is not absorbed yet."""
     if _pread is None:
         return os.pread(file, _READ_BYTES, 0)
-    buffer = ctypes.create_string_buffer(_READ_BYTES)
-    return buffer.raw[: max(0, _pread(file, buffer, _READ_BYTES, 0))]
+    return _buffer.raw[: max(0, _pread(file, _buffer, _READ_BYTES, 0))]
 
 
 def _locked_pread() -> Callable[..., int] | None:
@@ -68,6 +67,8 @@ def _locked_pread() -> Callable[..., int] | None:
 
 _READ_BYTES = 96
 _pread = _locked_pread()
+_buffer = ctypes.create_string_buffer(_READ_BYTES)
+"""Shared by all readers: the interpreter lock is kept from the read until it is copied."""
 
 
 class RunDelay:
