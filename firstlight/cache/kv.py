@@ -32,6 +32,11 @@ class CacheStats:
     lookup_tokens: int
     hit_tokens: int
     evictions: int
+    hit_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    """Where the tokens that were found were: "device", "host", "disk". Those brought back from a tier count there."""
+    evictions_by_reason: dict[str, int] = field(default_factory=dict)
+    """Cached blocks that lost their place: "room" (a request needed it, as in `evictions`), "ahead" (moved to a tier
+    before one did), "audit" (found wrong, or computed on top of such a block)."""
     pinned_blocks: int = 0
     pins_yielded: int = 0
     host_blocks: int = 0
@@ -83,7 +88,7 @@ class KVCache:
         self.tiering: Tiering | None = None
         self.audits = AuditSamples()
         self.pool.on_evict = self._evicted
-        self._lookups = self._hits = self._lookup_tokens = self._hit_tokens = 0
+        self._lookups = self._hits = self._lookup_tokens = self._hit_tokens = self._num_wrong = 0
 
     @property
     def num_blocks(self) -> int:
@@ -316,11 +321,13 @@ class KVCache:
             self.pool.forget(one)
         if self.tiering is not None:
             self.tiering.tiers.remove(keys)
+        self._num_wrong += len(blocks)
         return len(blocks)
 
     def stats(self) -> CacheStats:
         """Counters as of now; may be called from any thread."""
         tiers = self.tiering.tiers if self.tiering is not None else None
+        loaded = {name: counts.loaded * self.block_size for name, counts in tiers.counts.items()} if tiers else {}
         return CacheStats(
             num_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_free,
@@ -330,6 +337,12 @@ class KVCache:
             lookup_tokens=self._lookup_tokens,
             hit_tokens=self._hit_tokens,
             evictions=self.pool.num_evictions,
+            hit_tokens_by_tier={"device": max(0, self._hit_tokens - sum(loaded.values()))} | loaded,
+            evictions_by_reason={
+                "room": self.pool.num_evictions,
+                "ahead": self.tiering.num_evicted_ahead if self.tiering is not None else 0,
+                "audit": self._num_wrong,
+            },
             pinned_blocks=self._pins.num_blocks,
             pins_yielded=self._pins.num_yielded,
             host_blocks=tiers.num_host if tiers else 0,

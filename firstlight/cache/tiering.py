@@ -62,6 +62,8 @@ class Tiering:
         self._spilling: set[int] = set()
         self._tickets: list[LoadTicket] = []
         self._loading: dict[bytes, LoadTicket] = {}
+        self.num_evicted_ahead = 0
+        """Blocks that were moved down, or forgotten here because they are below already, before a step needed them."""
 
     # -- down -----------------------------------------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class Tiering:
             pool.lock([block])
             self._index.evicted(block, record.key)
             pool.forget(block)
+            self.num_evicted_ahead += 1
             if is_below:
                 pool.release([block])
                 continue

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from firstlight.measure.histogram import LatencyHistogram
 from firstlight.measure.live import LiveWindow
 
-__all__ = ["AbortState", "CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics"]
+__all__ = ["AbortState", "CONTENT_TYPE", "LATENCY_BUCKETS_S", "SNAPSHOT_METRICS", "Metrics", "Snapshot"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -43,7 +43,11 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "step_time_error_ratio": ("gauge", "Mean error of predicted step times over the last steps, as a share of them"),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
-    "prefix_cache_evictions": ("counter", "Cached blocks that made room for others"),
+    "prefix_cache_tier_hits": ("counter", "Of the prompt tokens found, those in each tier; loaded ones count there"),
+    "prefix_cache_evictions": (
+        "counter",
+        "Cached blocks that lost their place: to a request (room), to a tier beforehand (ahead), found wrong (audit)",
+    ),
     "prefix_cache_pinned_blocks": ("gauge", "Cached blocks that are pinned"),
     "prefix_cache_pins_yielded": ("counter", "Pins given up early for a request that had no room otherwise"),
     **{
@@ -63,7 +67,13 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
 }
 """Names (without the `firstlight_` prefix and the `_total` suffix), kinds and help of what `watch` may give."""
 
+SNAPSHOT_LABELS = {"prefix_cache_tier_hits": "tier", "prefix_cache_evictions": "reason"}
+"""The label of those that `watch` gives as a mapping from its values."""
+
 _PREFIX = "firstlight_"
+
+Snapshot = Mapping[str, float | Mapping[str, float]]
+"""Values of SNAPSHOT_METRICS by name; a mapping by label where SNAPSHOT_LABELS has one."""
 
 AbortState = Literal["queue", "prefill", "decode"]
 
@@ -71,7 +81,7 @@ AbortState = Literal["queue", "prefill", "decode"]
 class _Snapshot(Collector):
     """Reads its numbers at scrape time, so that nothing is counted twice."""
 
-    def __init__(self, read: Callable[[], Mapping[str, float]], model_name: str) -> None:
+    def __init__(self, read: Callable[[], Snapshot], model_name: str) -> None:
         self._read = read
         self._model_name = model_name
 
@@ -82,8 +92,13 @@ class _Snapshot(Collector):
         for name, value in self._read().items():
             kind, text = SNAPSHOT_METRICS[name]
             family_type = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            family = family_type(_PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
+            if isinstance(value, Mapping):
+                family = family_type(_PREFIX + name, text, labels=["model_name", SNAPSHOT_LABELS[name]])
+                for label, part in value.items():
+                    family.add_metric([self._model_name, label], part)
+            else:
+                family = family_type(_PREFIX + name, text, labels=["model_name"])
+                family.add_metric([self._model_name], value)
             yield family
 
 
@@ -145,7 +160,7 @@ class Metrics:
         build = Gauge(_PREFIX + "build_info", "Always 1", ["model_name", "version"], registry=self._registry)
         build.labels(model_name, version).set(1)
 
-    def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
+    def watch(self, read: Callable[[], Snapshot]) -> None:
         """Adds gauges and counters that `read` gives at every scrape; its keys are keys of `SNAPSHOT_METRICS`."""
         self._registry.register(_Snapshot(read, self.model_name))
 

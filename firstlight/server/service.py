@@ -6,7 +6,7 @@ Knows the state of the engine as a client sees it: loading, ready, stalled, fail
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
@@ -16,7 +16,7 @@ from firstlight.engine.frontend import AsyncEngine
 from firstlight.engine.workers import SizeOrderedPool
 from firstlight.errors import BackendError, OverloadedError
 from firstlight.measure.causes import FinishedRequest, FinishedRing
-from firstlight.measure.metrics import Metrics
+from firstlight.measure.metrics import Metrics, Snapshot
 from firstlight.measure.otel import SpanSender
 from firstlight.server.access import Access
 from firstlight.server.asgi import Exchange
@@ -176,7 +176,7 @@ class Service:
             "cached_blocks": stats.cache.cached_blocks,
         }
 
-    def _snapshot(self) -> Mapping[str, float]:
+    def _snapshot(self) -> Snapshot:
         stats = self.engine.stats()
         num_blocks = stats.cache.num_blocks
         num_used = num_blocks - stats.cache.free_blocks
@@ -197,7 +197,8 @@ class Service:
             "step_time_error_ratio": stats.step_error,
             "prefix_cache_queries": stats.cache.lookup_tokens,
             "prefix_cache_hits": stats.cache.hit_tokens,
-            "prefix_cache_evictions": stats.cache.evictions,
+            "prefix_cache_tier_hits": stats.cache.hit_tokens_by_tier,
+            "prefix_cache_evictions": stats.cache.evictions_by_reason,
             "prefix_cache_pinned_blocks": stats.cache.pinned_blocks,
             "prefix_cache_pins_yielded": stats.cache.pins_yielded,
             **self._tier_counts(),

@@ -98,7 +98,8 @@ def test_metrics_count_what_was_served(start_server: StartServer) -> None:
     assert got["firstlight_inter_token_latency_seconds_count"] == 14
     assert got["firstlight_inter_token_latency_seconds_sum"] >= 14 * 0.002
     assert got["firstlight_prefix_cache_queries_total"] == 80
-    assert got["firstlight_prefix_cache_hits_total"] == 39
+    assert got["firstlight_prefix_cache_hits_total"] == got["firstlight_prefix_cache_tier_hits_total"] == 39
+    assert got["firstlight_prefix_cache_evictions_total"] == 0
     assert got["firstlight_request_errors_total"] == 1
     assert got["firstlight_num_requests_running"] == got["firstlight_num_requests_waiting"] == 0
     assert got["firstlight_kv_cache_usage_perc"] == 0

@@ -164,6 +164,8 @@ def test_stats_count_lookups_hits_and_evictions() -> None:
     assert (stats.lookups, stats.hits) == (3, 1)
     assert (stats.lookup_tokens, stats.hit_tokens) == (8 + 9 + 16, 8)
     assert stats.evictions == 2
+    assert stats.hit_tokens_by_tier == {"device": 8}
+    assert stats.evictions_by_reason == {"room": 2, "ahead": 0, "audit": 0}
     assert stats.free_blocks == 4
 
 

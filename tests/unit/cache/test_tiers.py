@@ -169,7 +169,10 @@ def test_reserve_is_kept_from_the_watermark_on_and_no_step_copies() -> None:
             one.cache.spill_ahead()
     assert one.cache.pool.num_evictions == 0, "a step found no block without a key"
     assert one.cache.stats().host_blocks > 20
+    assert one.cache.stats().evictions_by_reason["ahead"] > 20
+    assert one.cache.stats().hit_tokens_by_tier["host"] == 0
     assert again(one, "second") > 0
+    assert one.cache.stats().hit_tokens_by_tier["host"] > 0
     one.cache.close()
 
 

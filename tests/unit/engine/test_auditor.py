@@ -53,6 +53,7 @@ def test_audit_of_a_corrupted_block_drops_it_and_what_stands_on_it_and_says_wher
         auditor(drive).audit()
     stats = drive.cache.stats()
     assert (stats.audits, stats.audit_mismatches) == (1, 1)
+    assert stats.evictions_by_reason["audit"] > 0
     assert "cache_audit_mismatch" in caplog.text
     assert "origin='first'" in caplog.text
     drive.scheduler.check()
