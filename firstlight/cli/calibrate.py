@@ -17,7 +17,7 @@ from firstlight.engine.load import load_parts
 from firstlight.errors import ConfigError
 from firstlight.simulate import Hardware
 
-__all__ = ["run"]
+__all__ = ["calibrated", "run"]
 
 
 def run(invocation: Invocation) -> int:
@@ -26,19 +26,24 @@ def run(invocation: Invocation) -> int:
     config = invocation.config(EngineConfig)
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"`{path}`: its folder does not exist", param="output", hint="create the folder first")
+    hardware, steps = calibrated(config)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
+    alone_ms, prompt_ms = 1e3 * steps.step_s(100, 1), 1e3 * steps.step_s(0, 512)
+    print(f"{path}: a token alone {alone_ms:.2f} ms, a prompt of 512 tokens {prompt_ms:.0f} ms")
+    return 0
+
+
+def calibrated(config: EngineConfig) -> tuple[Hardware, MeasuredSteps]:
+    """Loads the model, measures, closes it. Raises ConfigError."""
     if config.backend == "cpu":
         fetch_if_missing(config.model)
     parts = load_parts(config)
     try:
         note(dim(f"measuring steps of {parts.model_name}: about half a minute"))
         steps = measure_steps(parts.backend, config)
-        hardware = _hardware(parts.model_name, parts.backend.info, steps)
+        return _hardware(parts.model_name, parts.backend.info, steps), steps
     finally:
         parts.backend.close()
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
-    alone_ms, prompt_ms = 1e3 * steps.step_s(100, 1), 1e3 * steps.step_s(0, 512)
-    print(f"{path}: a token alone {alone_ms:.2f} ms, a prompt of 512 tokens {prompt_ms:.0f} ms")
-    return 0
 
 
 def _hardware(model_name: str, info: BackendInfo, steps: MeasuredSteps) -> Hardware:

@@ -21,6 +21,7 @@ __all__ = [
     "ServeConfig",
     "SimulateConfig",
     "TraceConfig",
+    "TuneConfig",
 ]
 
 
@@ -161,6 +162,28 @@ class CalibrateConfig:
     output: str = option("hardware.json", "file to write, for `firstlight simulate --hardware`", "FILE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """What to serve how well, and where to write the settings for it."""
+
+    workload: str = option(
+        "chat", "what comes: chat (built in), synthetic, or a JSONL file of conversations or of a trace", "FILE"
+    )
+    slo: str = option("", "objectives to keep, like ttft_p95=200ms,itl_p95=50ms")
+    requests: int = option(48, "sessions in a run of the load", "sessions")
+    max_tokens: int = option(0, "length of every answer; 0 = what the workload says", "tokens")
+    input_tokens: int = option(0, "length of synthetic prompts; a trace's longest", "tokens")
+    prefix_tokens: int = option(0, "how much of a synthetic prompt all of them share", "tokens")
+    arrivals: str = option("poisson", "how sessions begin; a trace has its own times", choices=("poisson", "fixed"))
+    load_seed: int = option(0, "which prompts, lengths and times are drawn")
+    live_runs: int = option(5, "most runs on a real server, 1 to 5; the simulator does the rest", "runs")
+    space: str = option("", "settings to choose from, as max-step-rows=8,64;itl-slo-ms=0,25; empty = a usual choice")
+    output: str = option("tuned.toml", "file to write, for `serve --config`; what was tried goes beside it", "FILE")
+    journal: str = option("", "what was found so far, to go on from; empty = beside the output", "FILE")
+    html: str = option("", "write a page with tables and plots to this file", "FILE")
+    png: str = option("", "write the plots to this file", "FILE")
+
+
 COMMANDS = (
     Command(
         "serve",
@@ -216,6 +239,13 @@ COMMANDS = (
         "Measures what steps cost on this machine, for `simulate`.",
         "firstlight.cli.calibrate:run",
         (CalibrateConfig, EngineConfig),
+        "model",
+    ),
+    Command(
+        "tune",
+        "Finds settings for a workload under objectives.",
+        "firstlight.cli.tune:run",
+        (TuneConfig, EngineConfig),
         "model",
     ),
     Command("version", "Says which version this is.", "firstlight.cli.version:run"),

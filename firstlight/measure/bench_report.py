@@ -18,7 +18,7 @@ import msgspec
 from firstlight.measure.bench import LevelResult, LoadShape, RequestRecord
 from firstlight.measure.percentile import percentile
 
-__all__ = ["percentile", "render_table", "report_document", "summarise"]
+__all__ = ["conditions", "percentile", "render_table", "report_document", "summarise"]
 
 _PERCENTS = (50, 95, 99)
 
@@ -87,15 +87,22 @@ def report_document(
 ) -> dict[str, Any]:
     """Everything needed to judge or repeat the run: commit, command, hardware, versions, load, seed, raw latencies."""
     return {
+        **conditions(command, version),
+        "server": server,
+        "load": msgspec.to_builtins(shape),
+        "summary": [summarise(level) for level in levels],
+        "records": [_raw(record, level.concurrency) for level in levels for record in level.records],
+    }
+
+
+def conditions(command: Sequence[str], version: str) -> dict[str, Any]:
+    """When, how and where something is measured."""
+    return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": list(command),
         "commit": _commit(),
         "hardware": _hardware(),
         "versions": {"firstlight": version, "python": platform.python_version(), "os": platform.platform()},
-        "server": server,
-        "load": msgspec.to_builtins(shape),
-        "summary": [summarise(level) for level in levels],
-        "records": [_raw(record, level.concurrency) for level in levels for record in level.records],
     }
 
 

@@ -15,7 +15,7 @@ from firstlight.errors import ConfigError
 from firstlight.measure.bench import LevelResult, RequestRecord
 from firstlight.measure.bench_report import percentile
 
-__all__ = ["Objective", "goodput", "interval", "meets", "parse_objectives", "ratio_interval"]
+__all__ = ["Objective", "goodput", "interval", "meets", "objective_value", "parse_objectives", "ratio_interval"]
 
 _FORM = re.compile(r"(ttft|itl|tpot|e2e)_p(\d{1,2})=(\d+(?:\.\d+)?)(ms|s)")
 # Student's t, two-sided 95 %, by degrees of freedom; beyond the table the normal's 1.96 is within 6 %.
@@ -29,6 +29,11 @@ class Objective:
     name: str
     percent: int
     bound_s: float
+
+    @property
+    def label(self) -> str:
+        """As it is written: ttft_p95."""
+        return f"{self.name}_p{self.percent}"
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
@@ -71,10 +76,13 @@ def meets(level: LevelResult, objectives: Sequence[Objective]) -> bool:
     """Whether no request failed and every objective's percentile over the whole run is inside its bound."""
     if not level.records or not all(_is_good(record) for record in level.records):
         return False
-    return all(
-        (percentile([t for r in level.records for t in _times_s(r, o.name)], o.percent) or 0.0) <= o.bound_s
-        for o in objectives
-    )
+    return all(objective_value(level, o) <= o.bound_s for o in objectives)
+
+
+def objective_value(level: LevelResult, objective: Objective) -> float:
+    """Seconds that the objective's percentile came to, over all requests that did not fail; 0 without any."""
+    times_s = [t for r in level.records if _is_good(r) for t in _times_s(r, objective.name)]
+    return percentile(times_s, objective.percent) or 0.0
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -49,6 +49,8 @@ class Lines:
     curves: dict[str, list[tuple[float, float]]]
     is_log: bool = False
     """Whether x is drawn by its logarithm; points at 0 and below are left out."""
+    dots: frozenset[str] = frozenset()
+    """Curves of which only the points are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,12 @@ def _lines(part: Lines) -> str:
     out.append(_text(_WIDTH / 2, _HEIGHT - 6, part.x_label))
     for at, (name, curve) in enumerate(curves.items()):
         colour = _COLOURS[at % len(_COLOURS)]
-        path = " ".join(f"{_LEFT + place(x) * scale:.1f},{_y(y, top):.1f}" for x, y in curve)
-        out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+        places = [(_LEFT + place(x) * scale, _y(y, top)) for x, y in curve]
+        if name in part.dots:
+            out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>' for x, y in places]
+        else:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
         out.append(
             f'<rect x="{_WIDTH - 160}" y="{_HEIGHT - _BOTTOM - 14 - 16 * at}" width="10" height="10" fill="{colour}"/>'
         )
@@ -193,7 +199,8 @@ def write_png(path: str, title: str, parts: Sequence[Table | Lines | Bars]) -> N
             axes.tick_params(axis="x", labelsize=7)
         else:
             for (name, curve), colour in zip(_shown(part).items(), itertools.cycle(_COLOURS), strict=False):
-                axes.plot([x for x, _ in curve], [y for _, y in curve], label=name, color=colour)
+                style = "o" if name in part.dots else "-"
+                axes.plot([x for x, _ in curve], [y for _, y in curve], style, label=name, color=colour)
             if part.is_log:
                 axes.set_xscale("log")
             axes.set_xlabel(part.x_label)

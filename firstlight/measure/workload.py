@@ -18,7 +18,15 @@ import msgspec
 from firstlight.errors import ConfigError
 from firstlight.measure.bench import Prompt
 
-__all__ = ["Session", "arrivals_s", "file_sessions", "single_turns", "synthetic_prompts", "trace_sessions"]
+__all__ = [
+    "Session",
+    "arrivals_s",
+    "file_sessions",
+    "is_trace",
+    "single_turns",
+    "synthetic_prompts",
+    "trace_sessions",
+]
 
 _TEXT = (
     "time way year work day part place case week point number group problem fact hand water room area money story "
@@ -70,6 +78,14 @@ def synthetic_prompts(seed: int, *, input_tokens: int, prefix_tokens: int, max_t
     for index in itertools.count():
         own = words(f"own {seed} {index}", input_tokens - prefix_tokens)
         yield Prompt([{"role": "user", "content": f"{prefix} {own}".strip()}], max_tokens or 64)
+
+
+def is_trace(path: str) -> bool:
+    """Whether the rows of a file are requests by length, not conversations. Raises ConfigError of no file or row."""
+    first = next(_rows(path), None)
+    if first is None:
+        raise ConfigError(f"`{path}` has no row", hint="see docs/measuring.md")
+    return "input_tokens" in first
 
 
 def file_sessions(path: str, begins_s: Iterable[float], count: int, max_tokens: int) -> list[Session]:

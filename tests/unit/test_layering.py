@@ -24,9 +24,10 @@ ALLOWED = {
     "backend": CONTRACTS | {"models"},
     "scheduler": CONTRACTS | {"cache", "measure", "backend.base"},
     "simulate": CONTRACTS | {"cache", "measure", "scheduler"},
+    "tune": CONTRACTS | {"measure", "simulate"},
     "engine": CONTRACTS | {"cache", "text", "models", "measure", "scheduler", "backend.base"},
     "server": CONTRACTS | {"measure", "text", "engine", "backend.base"},
-    "cli": CONTRACTS | {"models", "measure", "engine", "server", "simulate", "backend.base"},
+    "cli": CONTRACTS | {"models", "measure", "engine", "server", "simulate", "tune", "backend.base"},
 }
 # The one place where a backend is picked, and the parts for tests and trials.
 MAY_ALSO = {"engine/load.py": {"backend"}, "engine/fake.py": {"backend.fake"}, "cli/doctor.py": {"backend.cpu"}}
