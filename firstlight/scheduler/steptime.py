@@ -88,6 +88,8 @@ class StepTimeModel:
 
     def __init__(self, *, learn_every: int = 1) -> None:
         self.num_observed = 0
+        self.num_fits = 0
+        """How often the fit, the pace aside, has changed."""
         self._learn_every = learn_every
         self._overruns = [0.0, 0.0]
         self.mean_error = 0.0
@@ -95,6 +97,7 @@ class StepTimeModel:
         self._theta = [c / s for c, s in zip(PRIOR_S, SCALES, strict=True)]
         self._num_skipped = 0
         self._pace = 0.0
+        self._pace_factor = 1.0
         self._coefficients: Coefficients
         self._kinds: dict[tuple[int, int], list[float]]
         self._sums: list[float]
@@ -120,6 +123,10 @@ class StepTimeModel:
         c = self.coefficients
         fixed = c.step_s + c.row_s * load.rows + c.token_s * load.tokens
         return fixed + c.context_s * load.context + c.pair_s * load.attended
+
+    def fitted_s(self, load: StepLoad) -> float:
+        """Seconds a step of this load takes at the machine's usual pace."""
+        return self.predict_s(load) / self._pace_factor
 
     def prefill_s(self, start: int, num: int) -> float:
         """Seconds that `num` prompt tokens at `start` add to the steps that compute them, the steps' own cost aside."""
@@ -172,6 +179,7 @@ class StepTimeModel:
     def _start_over(self, factor: float) -> None:
         """Takes the coefficients, `factor` times as large, for a first guess about an unknown machine."""
         self._theta = [factor * max(t, 1e-3 * p / s) for t, p, s in zip(self._theta, PRIOR_S, SCALES, strict=True)]
+        self.num_fits += 1
         self._note_coefficients()
         self._kinds = {}
         self._sums = [0.0] * len(PAIRS) + [0.0] * NUM
@@ -203,8 +211,9 @@ class StepTimeModel:
                 row = matrix[i]
                 rest = target[i] - sum(map(float.__mul__, row, theta)) + row[i] * theta[i]
                 theta[i] = max(0.0, rest / row[i])
+        self.num_fits += 1
         self._note_coefficients()
 
     def _note_coefficients(self) -> None:
-        pace = math.exp(self._pace)
+        pace = self._pace_factor = math.exp(self._pace)
         self._coefficients = Coefficients(*(pace * t * s for t, s in zip(self._theta, SCALES, strict=True)))

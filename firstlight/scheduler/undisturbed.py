@@ -29,17 +29,19 @@ class UndisturbedGap:
         self._context = 0.0
         """Tokens of context per stream that the promise is about."""
         self._noted_s = self._asked_s = 0.0
-
-    @property
-    def overhead_s(self) -> float:
+        self.overhead_s = 0.0
         """What a gap takes beyond the step's run."""
-        return statistics.median(gap_s - run_s for _, gap_s, run_s in self._gaps) if self._gaps else 0.0
+        self._ratio = 1.0
+        """Of run and fitted time, over the gaps; as of the model's fit number `_fit`."""
+        self._fit = -1
 
     def note(self, load: StepLoad, gap_s: float, run_s: float, now_s: float) -> None:
         """A step of streams alone ended at `now_s`, `gap_s` after the one before it."""
         self._num_noted += 1
         if len(self._gaps) < NUM_GAPS or self._num_noted % EVERY == 0:
             self._gaps.append((load, gap_s, min(run_s, gap_s)))
+            self.overhead_s = statistics.median(gap_s - run_s for _, gap_s, run_s in self._gaps)
+            self._fit = -1
         self._context = load.context / load.rows
         self._noted_s = self._asked_s = now_s
 
@@ -54,11 +56,17 @@ class UndisturbedGap:
         self._asked_s = now_s
         kept = min(1.0, self._context / context)
         load = StepLoad(decodes.rows, decodes.tokens, round(decodes.context * kept), round(decodes.attended * kept))
-        predict_s = self._step_time.predict_s
-        predicted_s = predict_s(load)
+        predicted_s = self._step_time.predict_s(load)
         if not self._gaps:
             return predicted_s
-        measured_s = predicted_s * statistics.median(run_s / predict_s(noted) for noted, _, run_s in self._gaps)
-        measured_s += self.overhead_s
+        measured_s = self._step_time.fitted_s(load) * self._measured_ratio() + self.overhead_s
         forgotten = min(1.0, (now_s - self._noted_s) / MEMORY_S)
         return measured_s + forgotten * (predicted_s + self.overhead_s - measured_s)
+
+    def _measured_ratio(self) -> float:
+        """How much longer steps without prefill ran than fitted; worked out anew when either has changed."""
+        if self._fit != self._step_time.num_fits:
+            self._fit = self._step_time.num_fits
+            fitted_s = self._step_time.fitted_s
+            self._ratio = statistics.median(run_s / fitted_s(noted) for noted, _, run_s in self._gaps)
+        return self._ratio

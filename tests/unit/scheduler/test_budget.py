@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 
 from firstlight.scheduler import SchedulerLimits, StepLoad, StepTimeModel
 from firstlight.scheduler.budget import BATCH, INTERACTIVE, STANDARD, PrefillBudget, promise_of
+from firstlight.scheduler.undisturbed import UndisturbedGap
 
 
 def machine(context_s: float = 0.0) -> StepTimeModel:
@@ -145,3 +147,21 @@ def test_streams_whose_time_goes_elsewhere_than_into_steps_leave_room_for_prefil
         one.ended(before, 0.2, model.predict_s(before), at / 5)
     one.open(after, 4.0)
     assert one.chunk(after, 0, 4000, is_first=True) >= 10
+
+
+def test_gap_asked_for_at_every_step_is_the_one_asked_for_at_last() -> None:
+    """What was worked out before the model learned more, or before another gap was measured, is not told again."""
+    rng = random.Random(11)
+    model = machine(context_s=5e-6)
+    often, once = UndisturbedGap(model), UndisturbedGap(model)
+    for _ in range(200):
+        load = streams(rng.randrange(1, 9), rng.randrange(1, 3000))
+        run_s = model.predict_s(load) * rng.uniform(0.8, 1.6)
+        model.observe(load, run_s)
+        if rng.random() < 0.3:
+            for gap in (often, once):
+                gap.note(load, run_s + 0.001, run_s, 0.0)
+        asked = often.gap_s(load, 0.0)
+        if rng.random() < 0.1:
+            fresh = copy.deepcopy(once)
+            assert asked == pytest.approx(fresh.gap_s(load, 0.0), rel=1e-9)
