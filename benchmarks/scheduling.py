@@ -1,12 +1,11 @@
-"""What the scheduler promises, measured on the real model: stall, short behind long, pressure, batch modes.
+"""What the scheduler promises, measured on the real model: stall, short behind long, pressure.
 
     python -m benchmarks.scheduling stall --out benchmarks/results/scheduling-stall.json
     python -m benchmarks.scheduling short
     python -m benchmarks.scheduling pressure
-    python -m benchmarks.scheduling modes --trace azure2023_conv.jsonl.gz
 
-`stall` and `short` start `firstlight serve` and time what arrives at a client on the same machine. `pressure` and
-`modes` drive the engine's core in this process. Each prints one JSON object and exits 1 if its promise was not kept.
+`stall` and `short` start `firstlight serve` and time what arrives at a client on the same machine. `pressure` drives
+the engine's core in this process. Each prints one JSON object and exits 1 if its promise was not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gzip
 import json
 import os
 import platform
@@ -313,54 +311,6 @@ def pressure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def trace_requests(args: argparse.Namespace, rate: float) -> list[tuple[float, CoreRequest]]:
-    """The trace's arrivals at `rate` requests a second, its lengths divided by `--shrink`."""
-    rng = random.Random(args.seed)
-    with gzip.open(args.trace, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file][: args.requests]
-    first, last = rows[0]["timestamp_s"], rows[-1]["timestamp_s"]
-    stretch = (len(rows) - 1) / rate / (last - first)
-    requests = []
-    for i, row in enumerate(rows):
-        request = CoreRequest(
-            request_id=f"r{i}",
-            prompt_ids=[rng.randrange(1000, 40000) for _ in range(max(1, row["input_tokens"] // args.shrink))],
-            params=SamplingParams(temperature=0.0),
-            seed=0,
-            max_tokens=max(1, row["output_tokens"] // args.shrink),
-            stop_ids=frozenset(),
-            arrival_s=0.0,
-        )
-        requests.append(((row["timestamp_s"] - first) * stretch, request))
-    return requests
-
-
-def modes(args: argparse.Namespace) -> dict[str, Any]:
-    """Throughput and p95 latency of each mode at each arrival rate of the same trace."""
-    table = []
-    for rate in args.rates:
-        requests = trace_requests(args, rate)
-        for mode in ("continuous", "dynamic", "static"):
-            config = EngineConfig(model=args.model, mode=mode, batch_size=args.batch, max_queue_s=0.0)
-            run, sent = drive(config, requests)
-            latency = [run.end_s[name] - sent[name] for name in sent]
-            first = [run.first_s[name] - sent[name] for name in sent]
-            tokens = sum(map(len, run.ids.values()))
-            table.append(
-                {
-                    "mode": mode,
-                    "rate": rate,
-                    "tokens_per_s": tokens / (max(run.end_s.values()) - min(sent.values())),
-                    "e2e_p50_s": percentile(latency, 0.5),
-                    "e2e_p95_s": percentile(latency, 0.95),
-                    "ttft_p50_s": percentile(first, 0.5),
-                    "ttft_p95_s": percentile(first, 0.95),
-                }
-            )
-            print(json.dumps(table[-1]), file=sys.stderr)
-    return {"requests": args.requests, "batch_size": args.batch, "shrink": args.shrink, "table": table, "kept": True}
-
-
 # -- the command --------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +339,7 @@ def machine_seconds() -> tuple[float, float]:
 def main() -> int:
     """Runs one scenario, prints and saves its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=("stall", "short", "pressure", "modes"))
+    parser.add_argument("scenario", choices=("stall", "short", "pressure"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, help="where to save the result as JSON")
     parser.add_argument("--seed", type=int, default=1)
@@ -397,21 +347,16 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=0, help="long prompt; 0 = 4,000 (stall), 6,000 (short)")
     parser.add_argument("--tokens", type=int, default=0, help="output tokens at most; 0 = 1,500 (stall), 48 (pressure)")
     parser.add_argument("--shorts", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=0, help="0 = 500 (pressure), 60 (modes)")
+    parser.add_argument("--requests", type=int, default=500, help="(pressure)")
     parser.add_argument("--host-cache-mb", type=int, default=500, help="host tier of the swapped run (pressure)")
     parser.add_argument("--rows", type=int, default=32, help="requests that may run together (pressure)")
     parser.add_argument("--chars", type=int, default=120, help="prompts are cut here (pressure)")
-    parser.add_argument("--trace", type=Path, help="gzip JSONL of arrivals (modes)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0], help="requests a second (modes)")
-    parser.add_argument("--shrink", type=int, default=8, help="lengths of the trace are divided by this (modes)")
-    parser.add_argument("--batch", type=int, default=8, help="batch size (modes)")
     args = parser.parse_args()
     args.server = [args.model]
     args.long = args.long or (6000 if args.scenario == "short" else 4000)
     args.tokens = args.tokens or (48 if args.scenario == "pressure" else 1500)
-    args.requests = args.requests or (500 if args.scenario == "pressure" else 60)
     begin, (machine, own) = time.monotonic(), machine_seconds()
-    scenarios = {"stall": stall, "short": short, "pressure": pressure, "modes": modes}
+    scenarios = {"stall": stall, "short": short, "pressure": pressure}
     result = scenarios[args.scenario](args)
     if asyncio.iscoroutine(result):
         result = asyncio.run(result)
