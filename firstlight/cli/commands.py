@@ -160,6 +160,7 @@ class CalibrateConfig:
     """Where to put what was measured."""
 
     output: str = option("hardware.json", "file to write, for `firstlight simulate --hardware`", "FILE")
+    rounds: int = option(2, "times that every load is run, some 20 s each for a small model on two cores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ from firstlight.tune import (
 
 __all__ = ["run"]
 
+CALIBRATION_ROUNDS = 2
 MAX_LIVE_RUNS = 5
 LONGEST_WAIT_S = 60.0
 """Sessions of a run begin within this time where the simulator knows no rate."""
@@ -201,7 +202,7 @@ class _Bench:
 
     def _hardware(self, threads: int) -> Hardware:
         engine = EngineConfig(**self.given | ({"threads": threads} if threads else {}))
-        return self.journal.recall("hardware", str(threads), Hardware, lambda: calibrated(engine)[0])
+        return self.journal.recall("hardware", str(threads), Hardware, lambda: calibrated(engine, CALIBRATION_ROUNDS)[0])
 
     def predict(self, settings: Settings, rate: float, correction: Correction) -> Outcome:
         """The simulated outcome."""

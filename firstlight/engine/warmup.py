@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from firstlight.backend.base import Backend
 from firstlight.cache import KVCache
-from firstlight.scheduler import Scheduler, SchedulerLimits, StepTimeModel
+from firstlight.scheduler import Scheduler, SchedulerLimits, StepLoad, StepTimeModel
 from firstlight.types import CoreRequest, SamplingParams
 
 __all__ = ["warm_up"]
@@ -25,8 +25,11 @@ def warm_up(
     step_time: StepTimeModel,
     clock: Callable[[], float],
     batches: Sequence[tuple[int, int, int]] = BATCHES,
+    on_step: Callable[[StepLoad], None] = lambda load: None,
 ) -> None:
     """Runs `batches`, each cut to what the limits allow, and feeds `step_time`. Raises BackendError.
+
+    `on_step` is told of every step when it was absorbed.
 
     Mutates: overwrites KV blocks, so call it before the first request.
     """
@@ -40,7 +43,9 @@ def warm_up(
             prompt = [(7 * j + i) % limits.vocab_size for j in range(num_prompt)]
             scheduler.add(_request(f"warm-up-{i}", prompt, num_output))
         while (plan := scheduler.plan()) is not None:
+            load = scheduler.planned_load
             scheduler.absorb(backend.run(plan))
+            on_step(load)
 
 
 def _request(request_id: str, prompt: list[int], num_output: int) -> CoreRequest:

@@ -29,14 +29,19 @@ def test_calibrate_into_a_missing_folder_is_refused_before_measuring(
     assert "folder does not exist" in capsys.readouterr().err
 
 
+def test_calibrate_no_rounds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--backend", "fake", "--rounds", "0", "--output", str(tmp_path / "x.json")]) == 2
+    assert "`--rounds` is 0: at least 1" in capsys.readouterr().err
+
+
 def test_measured_steps_are_those_of_the_backend() -> None:
     clock = VirtualClock()
     cost = StepCost(step_s=0.004, row_s=0.0002, token_s=0.001, attended_s=2e-7)
     backend = FakeBackend(num_blocks=1024, max_model_len=4096, cost=cost, sleep=clock.advance)
-    model = measure_steps(backend, EngineConfig(backend="fake"), clock).model
+    steps = measure_steps(backend, EngineConfig(backend="fake"), 2, clock)
     for rows, start, num in ((1, 100, 1), (16, 300, 1), (1, 0, 512), (1, 2000, 64)):
         load = StepLoad()
         for _ in range(rows):
             load.add(start, num)
         real_s = cost.step_s + cost.row_s * rows + cost.token_s * load.tokens + cost.attended_s * load.attended
-        assert model.predict_s(load) == pytest.approx(real_s, rel=0.1)
+        assert steps.predict_s(load) == pytest.approx(real_s, rel=0.02)
