@@ -6,12 +6,13 @@ Knows keys and a clock that counts admitted requests; no seconds, so that it lea
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from firstlight.cache.ranked import num_remembered
 
-__all__ = ["ReuseEviction"]
+__all__ = ["ReuseShadow"]
 
 AGES: list[int] = [0, 1, 2, 3, 4, 6, 9, 13, 19, 27, 39, 57, 83, 120, 174, 253, 366, 531, 770, 1117, 1619, 2348, 3404]
 """Where a bucket of ages begins, in requests admitted since the last use; each 1.45 times the last. Use after the last
@@ -40,8 +41,8 @@ class _Cohort:
         self.bucket = 0
         self.live = 0
         """Keys, cached or not, that were not used since."""
-        self.leaves: dict[int, None] = {}
-        """Its blocks on offer."""
+        self.leaves: dict[bytes, None] = {}
+        """Its keys that may be given up."""
 
 
 class _Rates:
@@ -94,23 +95,80 @@ def _indices(rates: list[float]) -> list[float]:
     return index
 
 
-class ReuseEviction:
-    """Evicts the block with the smallest expected use per request of keeping it. Cost: O(classes x ages) a victim."""
+class ReuseShadow:
+    """Gives up the key with the smallest expected use per request of keeping it; leaves only."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.kept: dict[bytes, _Cohort] = {}
         self._rates = _Rates()
         self._tick = 0
         self._recent: deque[list[_Cohort]] = deque(maxlen=AGES[-1] + 1)
         """The cohorts of the last requests, the newest last."""
+        self._now: dict[int, _Cohort] = {}
         self._most = num_remembered(num_blocks)
         self._last: OrderedDict[bytes, tuple[_Cohort, int]] = OrderedDict()
-        """Of each key, cached or not, the cohort it is in and its uses."""
-        self._cohorts: list[_Cohort | None] = [None] * num_blocks
+        """Of each key, kept or not, the cohort it is in and its uses."""
         self._offered: dict[tuple[int, int], OrderedDict[_Cohort, None]] = {}
-        """By class and age, the cohorts with blocks on offer."""
-        self._now: dict[int, _Cohort] = {}
+        """By class and age, the cohorts with leaves that may be given up."""
+        self._parents: dict[bytes, bytes] = {}
+        self._num_children: dict[bytes, int] = {}
+        self._held: frozenset[bytes] = frozenset()
 
-    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
+    def hold(self, keys: Sequence[bytes]) -> None:
+        self._held = frozenset(keys)
+        for key in keys:
+            if key not in self._num_children:
+                self._withdraw(self.kept[key], key)
+
+    def evict(self, num: int) -> list[bytes]:
+        index = self._rates.index
+        heap = [(index[uses][age], -age, uses) for uses, age in self._offered]
+        heapq.heapify(heap)
+        evicted: list[bytes] = []
+        while len(evicted) < num:
+            _, negative_age, uses = heap[0]
+            cohorts = self._offered.get((uses, -negative_age))
+            if cohorts is None:
+                heapq.heappop(heap)
+                continue
+            cohort = next(iter(cohorts))
+            key = next(reversed(cohort.leaves))
+            self._withdraw(cohort, key)
+            evicted.append(key)
+            before = self._leave_tree(key)
+            if before is not None:
+                heapq.heappush(heap, (index[before.uses][before.bucket], -before.bucket, before.uses))
+        return evicted
+
+    def _leave_tree(self, key: bytes) -> _Cohort | None:
+        """Forgets a leaf; the cohort of the key before it, where that is on offer now."""
+        del self.kept[key]
+        parent = self._parents.pop(key, None)
+        if parent is None:
+            return None
+        self._num_children[parent] -= 1
+        if self._num_children[parent]:
+            return None
+        del self._num_children[parent]
+        if parent in self._held:
+            return None
+        self._offer(self.kept[parent], parent)
+        return self.kept[parent]
+
+    def take(self, keys: Sequence[bytes], first_used: int) -> None:
+        if first_used == 0:
+            self._begin_request()
+        for i, key in enumerate(keys):
+            if key not in self.kept and i:
+                parent = self._parents[key] = keys[i - 1]
+                self._num_children[parent] = self._num_children.get(parent, 0) + 1
+            if i >= first_used or key not in self.kept:
+                self.kept[key] = self._use(key)
+        self._held = frozenset()
+        if keys and keys[-1] not in self._num_children:
+            self._offer(self.kept[keys[-1]], keys[-1])
+
+    def _begin_request(self) -> None:
         self._recent.append(list(self._now.values()))
         self._now = {}
         self._tick += 1
@@ -133,10 +191,8 @@ class ReuseEviction:
                     self._offered.setdefault((cohort.uses, cohort.bucket), OrderedDict())[cohort] = None
                 cohort.bucket = min(k, NUM_AGES - 1)
 
-    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Uses were counted one by one."""
-
-    def used(self, block: int, key: bytes) -> None:
+    def _use(self, key: bytes) -> _Cohort:
+        """Counts one more use; the cohort the key belongs to from now on."""
         uses = 1
         before = self._last.pop(key, None)
         if before is not None:
@@ -154,22 +210,15 @@ class ReuseEviction:
         self._last[key] = (cohort, uses)
         if len(self._last) > self._most:
             self._last.popitem(last=False)[1][0].live -= 1
-        self._cohorts[block] = cohort
+        return cohort
 
-    def freed(self, block: int) -> None:
-        """Its chance of use depends on when it was used, not on when it was given back."""
-
-    def offered(self, block: int) -> None:
-        cohort = self._cohorts[block]
-        assert cohort is not None
+    def _offer(self, cohort: _Cohort, key: bytes) -> None:
         if not cohort.leaves:
             self._offered.setdefault((cohort.uses, cohort.bucket), OrderedDict())[cohort] = None
-        cohort.leaves[block] = None
+        cohort.leaves[key] = None
 
-    def withdrawn(self, block: int) -> None:
-        cohort = self._cohorts[block]
-        assert cohort is not None
-        del cohort.leaves[block]
+    def _withdraw(self, cohort: _Cohort, key: bytes) -> None:
+        del cohort.leaves[key]
         if not cohort.leaves:
             self._leave(cohort)
 
@@ -178,8 +227,3 @@ class ReuseEviction:
         del self._offered[place][cohort]
         if not self._offered[place]:
             del self._offered[place]
-
-    def victim(self) -> int:
-        index = self._rates.index
-        place = min(self._offered, key=lambda at: (index[at[0]][at[1]], -at[1]))
-        return next(reversed(next(iter(self._offered[place])).leaves))
