@@ -202,7 +202,9 @@ class _Bench:
 
     def _hardware(self, threads: int) -> Hardware:
         engine = EngineConfig(**self.given | ({"threads": threads} if threads else {}))
-        return self.journal.recall("hardware", str(threads), Hardware, lambda: calibrated(engine, CALIBRATION_ROUNDS)[0])
+        return self.journal.recall(
+            "hardware", str(threads), Hardware, lambda: calibrated(engine, CALIBRATION_ROUNDS)[0]
+        )
 
     def predict(self, settings: Settings, rate: float, correction: Correction) -> Outcome:
         """The simulated outcome."""
