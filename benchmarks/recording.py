@@ -8,6 +8,8 @@ CPU time of a token, on less off, is the cost.
 
     python -m benchmarks.recording MODEL.gguf --streams 16 --seconds 70 --out benchmarks/results/recording-NAME.json
     python -m benchmarks.recording --fake --streams 16 --seconds 70 --out FILE   (adds to the file, as each further run)
+
+With `--ops`, on and off is instead the timing of each op, which runs while somebody records a trace.
 """
 
 from __future__ import annotations
@@ -106,6 +108,19 @@ class Switch:
         Service.record, Deliveries.watch = parts[2:]  # type: ignore[method-assign]
 
 
+class OpSwitch:
+    """Turns the timing of ops on and off."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._is_on = False
+
+    def turn(self, *, on: bool) -> None:
+        if on != self._is_on:
+            self._core.trace_ops(on)
+            self._is_on = on
+
+
 def client(url: str) -> int:
     """Runs a turn for every line on stdin (the number of streams): prints tokens per second and the median gap."""
     endpoint = Endpoint.parse(url)
@@ -122,13 +137,13 @@ def client(url: str) -> int:
     return 0
 
 
-def measure(model: str | None, num_streams: int, seconds: float) -> list[list[float]]:
+def measure(model: str | None, num_streams: int, seconds: float, kind: type[Switch | OpSwitch]) -> list[list[float]]:
     """Rows of (tokens per second on, off, median gap in ms on, off, the server's CPU time per token in us on, off), one
     per pair of turns; on the fake backend where there is no model."""
     config = EngineConfig(model=model) if model else EngineConfig(backend="fake")
     load = load_parts if model else fake_parts
     with ServerThread(lambda: AsyncEngine(config, load=load), ServerConfig(port=0)) as server:
-        switch = Switch(server.engine._started()[1])
+        switch = kind(server.engine._started()[1])
         command = [sys.executable, "-m", "benchmarks.recording", "--client", server.url]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
             assert started.stdin is not None
@@ -184,6 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--ops", action="store_true")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=70.0)
@@ -195,8 +211,11 @@ def main() -> int:
         parser.error("give --out and MODEL, or --fake")
     levels: dict[str, Any] = json.loads(arguments.out.read_text())["levels"] if arguments.out.exists() else {}
     level = f"{'fake' if arguments.fake else Path(arguments.model).name}, {arguments.streams} streams"
+    if arguments.ops:
+        level += ", ops timed"
     known = levels.get(level, {"raw": []})["raw"]
-    raw = known + measure(arguments.model, arguments.streams, arguments.seconds)
+    kind: type[Switch | OpSwitch] = OpSwitch if arguments.ops else Switch
+    raw = known + measure(arguments.model, arguments.streams, arguments.seconds, kind)
     levels[level] = cost(raw) | {"raw": raw}
     document = conditions("benchmarks.recording", os.cpu_count() or 1)
     document["raw_columns"] = ["tok/s on", "off", "median gap ms on", "off", "CPU us per token on", "off"]

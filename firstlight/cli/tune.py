@@ -46,7 +46,7 @@ from firstlight.tune import (
     unit_rate,
 )
 
-__all__ = ["run"]
+__all__ = ["load_of", "run"]
 
 CALIBRATION_ROUNDS = 2
 MAX_LIVE_RUNS = 5
@@ -72,8 +72,8 @@ def _run(config: TuneConfig, given: dict[str, Any]) -> int:
     for knob in chosen:
         if knob.name in given:
             raise ConfigError(f"`{flag_of(knob.name)}` is given and also in `--space`", hint="leave one of them out")
-    is_recorded = config.workload not in ("chat", "synthetic") and is_trace(config.workload)
-    sessions = unit_rate(_sessions(config, is_recorded=is_recorded))
+    is_recorded = _is_file(config) and is_trace(config.workload)
+    sessions = load_of(config, is_recorded=is_recorded)
     journal = Journal(_journal_path(config), _purpose(config, given, sessions))
     bench = _Bench(config, given, objectives, sessions, journal, is_recorded or config.workload == "synthetic")
     space, start = bench.calibrate(chosen)
@@ -115,9 +115,13 @@ def _check(config: TuneConfig, objectives: Sequence[Objective]) -> None:
             raise ConfigError(f"`{path}`: its folder does not exist", hint="create the folder first")
 
 
-def _sessions(config: TuneConfig, *, is_recorded: bool) -> list[Session]:
-    """The workload as `bench` would send it at one session a second, or at a trace's own times."""
-    is_file = config.workload not in ("chat", "synthetic")
+def _is_file(config: TuneConfig) -> bool:
+    return config.workload not in ("chat", "synthetic")
+
+
+def load_of(config: TuneConfig, *, is_recorded: bool) -> list[Session]:
+    """The workload as `bench` would send it, at one session a second on the mean."""
+    is_file = _is_file(config)
     load = BenchConfig(
         trace=config.workload if is_recorded else "",
         prompts=config.workload if is_file and not is_recorded else "",
@@ -127,7 +131,7 @@ def _sessions(config: TuneConfig, *, is_recorded: bool) -> list[Session]:
         input_tokens=config.input_tokens,
         prefix_tokens=config.prefix_tokens,
     )
-    return build_sessions(load, 0.0 if is_recorded else 1.0, config.load_seed)
+    return unit_rate(build_sessions(load, 0.0 if is_recorded else 1.0, config.load_seed))
 
 
 def _journal_path(config: TuneConfig) -> Path:
@@ -179,7 +183,7 @@ class _Bench:
         num_threads = int(own.assumptions["threads"])
         hardware = {num_threads: own}
         num_blocks = own.kv_tokens // own.block_size
-        has_prefixes = any(len(session.prompts) > 1 for session in self.sessions) or bool(self.config.prefix_tokens)
+        has_prefixes = _is_file(self.config) or bool(self.config.prefix_tokens)
         fixed = {*self.given} | ({"num_blocks"} if "kv_memory_mb" in self.given else set())
         counts = [max(1, num_threads - 1), num_threads]
         space = tuple(chosen) or tuple(
