@@ -214,7 +214,7 @@ class _Bench:
         """The simulated outcome."""
         assert self.predictor is not None
         predictor = self.predictor
-        key = f"{key_of(settings)} {rate:g} {correction.step:g} {correction.prompt:g}"
+        key = f"{key_of(settings)} {rate:g} {correction.step:g} {correction.prompt:g} {correction.gap:g}"
         found = self.journal.recall("simulated", key, Outcome, lambda: predictor(settings, rate, correction))
         self.num_simulated = self.journal.num_found("simulated")
         if sys.stderr.isatty():

@@ -58,7 +58,7 @@ class Predictor:
             return Outcome(error=error.message)
         finally:
             gc.enable()
-        return outcome_of(timed.level, self.objectives, timed.refused)
+        return outcome_of(timed.level, self.objectives, timed.refused, correction.gap)
 
     def _hardware(self, threads: int) -> Hardware:
         return self.hardware.get(threads) or next(iter(self.hardware.values()))

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from firstlight.tune.outcome import Correction, Outcome
 from firstlight.tune.search import MAX_RATE, Effect, Found, effects, rounded, search
 from firstlight.tune.space import Knob, Settings, key_of
@@ -113,7 +115,7 @@ def _fitted(predict: PredictCorrected, tries: Sequence[Try], before: Correction)
     """Costs scaled until time per token and TTFT come out as in the last run; the nearest of a few approximations.
 
     Time per token follows what steps cost, TTFT what prompts cost, and under load many times over: a move that went
-    too far makes the next ones shorter.
+    too far makes the next ones shorter. What gaps are longer by than that explains is a factor of its own.
     """
     last = tries[-1]
     if last.measured.error or not last.measured.tpot_s or not last.measured.ttft_s:
@@ -127,15 +129,22 @@ def _fitted(predict: PredictCorrected, tries: Sequence[Try], before: Correction)
         step_off = math.log(last.measured.tpot_s / found.tpot_s)
         prompt_off = math.log(last.measured.ttft_s / found.ttft_s)
         if abs(step_off) + abs(prompt_off) < distance:
-            nearest, distance = correction, abs(step_off) + abs(prompt_off)
+            nearest = replace(correction, gap=_bounded(correction.gap * _gap_off(last.measured, found)))
+            distance = abs(step_off) + abs(prompt_off)
         if distance < _NEAR_ENOUGH:
             break
         if prompt_off * off_before < 0:
             share /= 2
         off_before = prompt_off
         step = _bounded(correction.step * math.exp(_STEP_MOVE * step_off))
-        correction = Correction(step, _bounded(correction.prompt * math.exp(share * prompt_off)))
+        correction = replace(correction, step=step, prompt=_bounded(correction.prompt * math.exp(share * prompt_off)))
     return nearest
+
+
+def _gap_off(measured: Outcome, found: Outcome) -> float:
+    """How many times as long gaps were as simulated; 1 where no objective is on them, or where there are none."""
+    pairs = [(value, found.values_ms.get(label)) for label, value in measured.values_ms.items() if "itl" in label]
+    return next((value / other for value, other in pairs if value and other), 1.0)
 
 
 def _bounded(factor: float) -> float:

@@ -44,6 +44,7 @@ class Formula:
 
     step_s: float
     prompt_s: float
+    gap: float = 1.0
     gap_bound_s: float = 0.05
     ttft_bound_s: float = 0.5
 
@@ -55,7 +56,8 @@ class Formula:
         load = rate / capacity
         ttft_s = prompt_s * (1 + load / (1 - load)) if load < 0.95 else prompt_s * (20 + 100 * (load - 0.95))
         tpot_s = step_s + (gap_s - step_s) * min(1.0, load)
-        shares = {"ttft_p95": 2 * ttft_s / self.ttft_bound_s, "itl_p95": tpot_s / self.gap_bound_s}
+        longest_s = self.gap * correction.gap * tpot_s
+        shares = {"ttft_p95": 2 * ttft_s / self.ttft_bound_s, "itl_p95": longest_s / self.gap_bound_s}
         worst = max(shares, key=lambda label: shares[label])
         is_met = shares[worst] <= 1
         return Outcome(
@@ -65,6 +67,7 @@ class Formula:
             worst_share=shares[worst],
             ttft_s=ttft_s,
             tpot_s=tpot_s,
+            values_ms={"itl_p95": 1e3 * longest_s},
         )
 
     def best(self) -> float:
@@ -86,6 +89,15 @@ def test_tune_reaches_95_percent_of_the_grid_in_5_live_runs(step: float, prompt:
     assert 1 <= len(tuned.tries) <= 5
     assert tuned.best.outcome.is_met
     assert tuned.best.rate < tuned.missed_rate
+    assert tuned.best.outcome.goodput_per_s >= 0.95 * real.best()
+
+
+@pytest.mark.parametrize("gap", [0.8, 1.3, 2.0])
+def test_gaps_that_waver_are_planned_for(gap: float) -> None:
+    real = Formula(0.008, 0.1, gap)
+    tuned = tune(SPACE, START, CALIBRATED, real)
+    assert len(tuned.tries) <= 5
+    assert tuned.correction.gap == pytest.approx(gap, rel=0.05)
     assert tuned.best.outcome.goodput_per_s >= 0.95 * real.best()
 
 
@@ -209,6 +221,9 @@ def test_predictor_sees_rate_settings_and_correction() -> None:
     assert predict({**START, "max_step_rows": 1}, 200.0, Correction()).tpot_s < fast.tpot_s
     assert predict(START, 0.5, Correction(step=2)).tpot_s > slow.tpot_s
     assert predict(START, 0.5, Correction(prompt=2)).ttft_s > 1.5 * slow.ttft_s
+    wavering = predict(START, 0.5, Correction(gap=50.0 / slow.values_ms["itl_p95"] + 0.1))
+    assert wavering.values_ms["itl_p95"] > 50.0
+    assert (wavering.ttft_s, wavering.tpot_s, wavering.is_met) == (slow.ttft_s, slow.tpot_s, False)
 
 
 def test_workload_that_does_not_fit_is_a_miss_with_its_reason() -> None:
