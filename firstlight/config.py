@@ -71,6 +71,11 @@ class EngineConfig:
         "who gives way when KV blocks run out: least work to compute again, or last in",
         choices=("least-work", "last-in"),
     )
+    speculate: str = option(
+        "off",
+        "guess tokens that stood in the text before and check them, where that saves time; no answer changes",
+        choices=("lookup", "off"),
+    )
     watchdog_s: float = option(
         60.0, "open requests and no step for this long: end them with an error and restart the core; 0 = never", "s"
     )

@@ -34,7 +34,7 @@ def warm_up(
     Mutates: overwrites KV blocks, so call it before the first request.
     """
     info = backend.info
-    limits = replace(limits, mode="continuous", max_queue_s=0.0)
+    limits = replace(limits, mode="continuous", max_queue_s=0.0, speculate="off")
     for num_rows, num_prompt, num_output in batches:
         cache = KVCache(info.num_blocks, info.block_size, info.fingerprint, prefix_cache=False)
         scheduler = Scheduler(cache, limits, clock=clock, step_time=step_time)

@@ -38,6 +38,8 @@ SNAPSHOT_METRICS: dict[str, tuple[str, str]] = {
     "kv_cache_unused_slots": ("gauge", "Token slots in held KV blocks that hold nothing yet (fragmentation)"),
     "num_preemptions": ("counter", "Requests whose blocks were taken and computed again later"),
     "recomputed_tokens": ("counter", "Tokens computed again after a preemption"),
+    "draft_tokens": ("counter", "Tokens guessed ahead and checked in a step"),
+    "accepted_draft_tokens": ("counter", "Of those, the ones that were right"),
     "num_expired": ("counter", "Requests dropped because their deadline passed while they waited"),
     "predicted_wait_seconds": ("gauge", "How long a request that came now would wait, as predicted"),
     "step_time_error_ratio": ("gauge", "Mean error of predicted step times over the last steps, as a share of them"),

@@ -32,6 +32,7 @@ class SchedulerLimits:
     """0: the mode's own."""
     reserve_output: bool = True
     preempt: str = "least-work"
+    speculate: str = "off"
 
     @classmethod
     def of(cls, info: BackendInfo, config: EngineConfig) -> SchedulerLimits:
@@ -51,6 +52,7 @@ class SchedulerLimits:
             batch_wait_s=config.batch_wait_ms / 1e3,
             reserve_output=config.reserve_output,
             preempt=config.preempt,
+            speculate=config.speculate,
         )
 
 

@@ -22,6 +22,7 @@ from firstlight.scheduler.joining import Joining
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
 from firstlight.scheduler.loading import Loading
 from firstlight.scheduler.open_requests import OpenRequests
+from firstlight.scheduler.speculation import MAX_STREAMS, Speculation
 from firstlight.scheduler.state import RequestState, Status
 from firstlight.scheduler.step import PlannedStep
 from firstlight.scheduler.steptime import StepLoad, StepTimeModel
@@ -60,6 +61,9 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._clock = clock
         self._drafter = drafter
+        self._speculation = (
+            Speculation(step_time, limits.itl_slo_s) if drafter is None and limits.speculate == "lookup" else None
+        )
         self._open = requests or OpenRequests()
         self._ended_ids: list[str] = []
         self._step: PlannedStep | None = None
@@ -211,12 +215,28 @@ class Scheduler:
     def _plan_decodes(self, step: PlannedStep) -> None:
         """One row per stream, with as many drafts as tokens are left for."""
         spare = self._max_draft_tokens(len(self._open.decodes))
+        wanted = self._worth_drafting(spare)
         for state in self._open.decodes.values():
             drafts: list[int] = []
             if self._drafter is not None and spare > 0:
                 drafts = self._draft(state, min(spare, MAX_DRAFTS))
                 spare -= len(drafts)
+            elif state.id in wanted and self._has_blocks_for(state, wanted[state.id]):
+                drafts = wanted[state.id]
             step.add(state, [state.tokens[-1], *drafts], drafts)
+
+    def _worth_drafting(self, spare: int) -> dict[str, list[int]]:
+        """Drafts by request that are expected to save time: none beside prompts, which have a better use for it."""
+        streams = self._open.decodes.values()
+        if self._speculation is None:
+            return {}
+        if not 0 < len(streams) <= MAX_STREAMS or self._open.prefills or self._open.waiting:
+            self._speculation.pause()
+            return {}
+        load = StepLoad()
+        for state in streams:
+            load.add(state.num_computed, 1)
+        return self._speculation.draft(list(streams), load, spare)
 
     def _max_draft_tokens(self, num_decodes: int) -> int:
         """Drafts a step has room for: tokens that streams leave, samples that no row may need for itself."""
@@ -229,9 +249,10 @@ class Scheduler:
         assert self._drafter is not None
         most = min(most, state.max_tokens - state.num_output - 1)
         drafts = list(self._drafter(state.id, state.tokens, most))[:most] if most > 0 else []
-        if not self.cache.grow(state.table, state.num_computed + 1 + len(drafts)):
-            return []
-        return drafts
+        return drafts if self._has_blocks_for(state, drafts) else []
+
+    def _has_blocks_for(self, state: RequestState, drafts: list[int]) -> bool:
+        return self.cache.grow(state.table, state.num_computed + 1 + len(drafts))
 
     def _plan_prefills(self, step: PlannedStep, now: float) -> None:
         """Chunks in rank order, admitting on the way, while tokens, rows, blocks and the streams' time last."""
@@ -311,8 +332,14 @@ class Scheduler:
         """Learns what the step took; every stream in it had its last token from the step before."""
         now, before = self._clock(), self._absorbed_s
         self._absorbed_s = now
-        self.step_time.observe(step.load, run_s)
-        if before is not None and not step.prefill_ids:
+        num_drafts = sum(map(len, step.drafts))
+        if num_drafts == 0 or self._speculation is None:
+            self.step_time.observe(step.load, run_s)
+        if step.prefill_ids:
+            return
+        if self._speculation is not None and step.load.rows <= MAX_STREAMS:
+            self._speculation.ran(step.load, num_drafts, run_s)
+        if before is not None and num_drafts == 0:
             self._budget.ended(step.load, now - before, run_s, now)
 
     def _advance(self, state: RequestState, num: int) -> None:
@@ -331,6 +358,8 @@ class Scheduler:
         sampled = state.forced(got.token_ids)
         accepted = accept(drafts, sampled)
         new, finish = state.cut_at_end(sampled[: accepted + 1])
+        if self._speculation is not None:
+            self._speculation.learned(state.id, new)
         state.tokens.extend(new)
         self._advance(state, num_known + len(new) - 1)
         self.stats.output_tokens += len(new)
@@ -372,6 +401,8 @@ class Scheduler:
         if finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._admission.ended(state)
         self._open.end(state)
+        if self._speculation is not None:
+            self._speculation.forget(state.id)
         self._ended_ids.append(state.id)
         self.stats.finished[finish.value] += 1
         return self._event(state, token_ids or [], got, finish, error, error_code)

@@ -166,6 +166,11 @@ class StepTimeModel:
         self._add((load.tokens.bit_length(), load.context.bit_length()), x, max(fitted - bound, min(fitted + bound, 1)))
         self._solve()
 
+    def follow(self, run_s: float, expected_s: float) -> None:
+        """A step took `run_s` where `expected_s` was known of it from elsewhere: learns the machine's pace alone."""
+        self._note_error(run_s / expected_s - 1, has_prefill=False)
+        self._note_coefficients()
+
     def _note_error(self, error: float, *, has_prefill: bool) -> None:
         """Follows pace, size and upper quantile of the relative error; the first steps say nothing about a fit."""
         if self.num_observed < NUM_TRUSTING:

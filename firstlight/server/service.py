@@ -191,6 +191,8 @@ class Service:
             "step_predicted_seconds": stats.predicted_s,
             "kv_cache_unused_slots": stats.unused_slots,
             "num_preemptions": stats.scheduler.preemptions,
+            "draft_tokens": stats.scheduler.draft_tokens,
+            "accepted_draft_tokens": stats.scheduler.accepted_tokens,
             "recomputed_tokens": stats.scheduler.recomputed_tokens,
             "num_expired": stats.scheduler.expired,
             "predicted_wait_seconds": stats.predicted_wait_s,

@@ -1,0 +1,31 @@
+"""Prompt lookup finds what a plain search over the ids finds, while a request grows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.scheduler.lookup import MAX_MATCH, Lookup
+
+
+def plain(tokens: list[int]) -> tuple[int, int]:
+    """The last place of the longest of the latest 3, 2, 1 tokens, and how long the match is."""
+    for num in (3, 2, 1):
+        for at in range(len(tokens) - num - 1, -1, -1):
+            if len(tokens) > num and tokens[at : at + num] == tokens[-num:]:
+                length = num
+                while (
+                    length < MAX_MATCH
+                    and at + num - length > 0
+                    and tokens[at + num - length - 1] == tokens[len(tokens) - length - 1]
+                ):
+                    length += 1
+                return at + num, length
+    return 0, 0
+
+
+@given(st.lists(st.sampled_from([0, 1, 256, 65536, 257]), min_size=1, max_size=40), st.integers(1, 40))
+def test_finds_what_a_plain_search_finds(tokens: list[int], first: int) -> None:
+    lookup = Lookup(tokens[:first])
+    for end in range(min(first, len(tokens)), len(tokens) + 1):
+        assert lookup.find(tokens[:end]) == plain(tokens[:end])
