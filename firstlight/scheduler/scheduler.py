@@ -15,6 +15,7 @@ from firstlight.errors import DeadlineError, RequestError
 from firstlight.measure.causes import StepShare
 from firstlight.scheduler.admission import Admission
 from firstlight.scheduler.budget import STANDARD, PrefillBudget, promise_of
+from firstlight.scheduler.drafting import Drafting
 from firstlight.scheduler.drafts import Drafter, accept
 from firstlight.scheduler.fairness import ServedTokens
 from firstlight.scheduler.intake import Intake
@@ -22,7 +23,6 @@ from firstlight.scheduler.joining import Joining
 from firstlight.scheduler.limits import SchedulerLimits, SchedulerStats
 from firstlight.scheduler.loading import Loading
 from firstlight.scheduler.open_requests import OpenRequests
-from firstlight.scheduler.speculation import MAX_STREAMS, Speculation
 from firstlight.scheduler.state import RequestState, Status
 from firstlight.scheduler.step import PlannedStep
 from firstlight.scheduler.steptime import StepLoad, StepTimeModel
@@ -34,8 +34,6 @@ AGE_TOKENS_PER_S = 500.0
 """Prefill order is remaining tokens + this * arrival time + what its tenant got beyond the least served one: a request
 with R tokens left is overtaken only by requests of its class that arrive within R / AGE_TOKENS_PER_S seconds after it,
 or (R + fairness.MAX_EXCESS_TOKENS) / AGE_TOKENS_PER_S where other tenants are active."""
-MAX_DRAFTS = 16
-"""Draft tokens asked for per row and step."""
 
 
 class Scheduler:
@@ -60,11 +58,8 @@ class Scheduler:
         self.step_time = step_time
         self.stats = SchedulerStats()
         self._clock = clock
-        self._drafter = drafter
-        self._speculation = (
-            Speculation(step_time, limits.itl_slo_s) if drafter is None and limits.speculate == "lookup" else None
-        )
         self._open = requests or OpenRequests()
+        self._drafting = Drafting(cache, limits, step_time, self._open, drafter)
         self._ended_ids: list[str] = []
         self._step: PlannedStep | None = None
         self._num_added = 0
@@ -213,46 +208,11 @@ class Scheduler:
                 self._make_room()
 
     def _plan_decodes(self, step: PlannedStep) -> None:
-        """One row per stream, with as many drafts as tokens are left for."""
-        spare = self._max_draft_tokens(len(self._open.decodes))
-        wanted = self._worth_drafting(spare)
+        """One row per stream, with the drafts that it checks."""
+        wanted = self._drafting.begin()
         for state in self._open.decodes.values():
-            drafts: list[int] = []
-            if self._drafter is not None and spare > 0:
-                drafts = self._draft(state, min(spare, MAX_DRAFTS))
-                spare -= len(drafts)
-            elif state.id in wanted and self._has_blocks_for(state, wanted[state.id]):
-                drafts = wanted[state.id]
+            drafts = wanted.get(state.id, [])
             step.add(state, [state.tokens[-1], *drafts], drafts)
-
-    def _worth_drafting(self, spare: int) -> dict[str, list[int]]:
-        """Drafts by request that are expected to save time: none beside prompts, which have a better use for it."""
-        streams = self._open.decodes.values()
-        if self._speculation is None:
-            return {}
-        if not 0 < len(streams) <= MAX_STREAMS or self._open.prefills or self._open.waiting:
-            self._speculation.pause()
-            return {}
-        load = StepLoad()
-        for state in streams:
-            load.add(state.num_computed, 1)
-        return self._speculation.draft(list(streams), load, spare)
-
-    def _max_draft_tokens(self, num_decodes: int) -> int:
-        """Drafts a step has room for: tokens that streams leave, samples that no row may need for itself."""
-        limits = self.limits
-        samples = limits.max_step_samples or limits.max_step_tokens
-        return min(limits.max_step_tokens - num_decodes, samples - limits.max_step_rows)
-
-    def _draft(self, state: RequestState, most: int) -> list[int]:
-        """Drafts for one stream: never past its end, and only where blocks are free anyway."""
-        assert self._drafter is not None
-        most = min(most, state.max_tokens - state.num_output - 1)
-        drafts = list(self._drafter(state.id, state.tokens, most))[:most] if most > 0 else []
-        return drafts if self._has_blocks_for(state, drafts) else []
-
-    def _has_blocks_for(self, state: RequestState, drafts: list[int]) -> bool:
-        return self.cache.grow(state.table, state.num_computed + 1 + len(drafts))
 
     def _plan_prefills(self, step: PlannedStep, now: float) -> None:
         """Chunks in rank order, admitting on the way, while tokens, rows, blocks and the streams' time last."""
@@ -332,14 +292,8 @@ class Scheduler:
         """Learns what the step took; every stream in it had its last token from the step before."""
         now, before = self._clock(), self._absorbed_s
         self._absorbed_s = now
-        num_drafts = sum(map(len, step.drafts))
-        if num_drafts == 0 or self._speculation is None:
-            self.step_time.observe(step.load, run_s)
-        if step.prefill_ids:
-            return
-        if self._speculation is not None and step.load.rows <= MAX_STREAMS:
-            self._speculation.ran(step.load, num_drafts, run_s)
-        if before is not None and num_drafts == 0:
+        self._drafting.ran(step, run_s)
+        if before is not None and not step.prefill_ids and step.num_drafts == 0:
             self._budget.ended(step.load, now - before, run_s, now)
 
     def _advance(self, state: RequestState, num: int) -> None:
@@ -358,8 +312,7 @@ class Scheduler:
         sampled = state.forced(got.token_ids)
         accepted = accept(drafts, sampled)
         new, finish = state.cut_at_end(sampled[: accepted + 1])
-        if self._speculation is not None:
-            self._speculation.learned(state.id, new)
+        self._drafting.learned(state.id, new)
         state.tokens.extend(new)
         self._advance(state, num_known + len(new) - 1)
         self.stats.output_tokens += len(new)
@@ -401,8 +354,7 @@ class Scheduler:
         if finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._admission.ended(state)
         self._open.end(state)
-        if self._speculation is not None:
-            self._speculation.forget(state.id)
+        self._drafting.forget(state.id)
         self._ended_ids.append(state.id)
         self.stats.finished[finish.value] += 1
         return self._event(state, token_ids or [], got, finish, error, error_code)

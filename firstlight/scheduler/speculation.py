@@ -93,7 +93,7 @@ class Speculation:
         self._guesses.clear()
 
     def _guess(self, state: RequestState, most: int) -> _Guess | None:
-        most = min(most, state.max_tokens - state.num_output - 1)
+        most = min(most, state.max_drafts)
         if most <= 0 or state.request.params.grammar is not None or state.pool is not None:
             return None
         luck = self._luck.get(state.id)

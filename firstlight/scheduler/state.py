@@ -100,6 +100,11 @@ class RequestState:
         return len(self.tokens) - self.num_computed
 
     @property
+    def max_drafts(self) -> int:
+        """Drafts of which each could still become output."""
+        return self.max_tokens - self.num_output - 1
+
+    @property
     def samples_every_token(self) -> bool:
         """Each token of its next chunk takes a sampled position."""
         return (self.pool is not None and self.pool.needs_every_token) or self._wants_targets

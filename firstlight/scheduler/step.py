@@ -19,6 +19,7 @@ class PlannedStep:
         self.rows: list[StepRow] = []
         self.states: list[RequestState] = []
         self.drafts: list[list[int]] = []
+        self.num_drafts = 0
         self.num_sampled = 0
         """Positions whose hidden states the step gathers."""
         self.prefill_ids: set[str] = set()
@@ -53,6 +54,7 @@ class PlannedStep:
             self.num_sampled += len(self.rows[-1].sample_at) + len(targets)
         self.states.append(state)
         self.drafts.append(drafts)
+        self.num_drafts += len(drafts)
         self.load.add(state.num_computed, len(token_ids))
 
     def add_chunk(self, state: RequestState, num: int) -> None:

@@ -197,6 +197,10 @@ def test_logits_after_preemption_and_drafts_are_equal_to_the_bit(
     assert drafted == reference
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
+    looked_up, stats = run(make_backend(threads=2, num_blocks=256), some, at_once=2, speculate="lookup")
+    assert looked_up == reference
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_logits_in_batches_are_equal_to_the_bit(

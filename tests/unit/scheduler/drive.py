@@ -91,6 +91,7 @@ class Drive:
     disk: Path | None = None
     reserve: int = 0
     drafter: Drafter | None = None
+    speculate: str = "off"
     run_s: float = 0.001
     token_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -122,6 +123,7 @@ class Drive:
             batch_wait_s=self.batch_wait_s,
             reserve_output=self.reserve_output,
             preempt=self.preempt,
+            speculate=self.speculate,
         )
         cache = KVCache(
             self.num_blocks,

@@ -123,6 +123,7 @@ machines = st.fixed_dictionaries(
         "mode": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
         "batch_size": st.integers(1, 5),
         "reserve_output": st.booleans(),
+        "speculate": st.sampled_from(["off", "lookup"]),
         "preempt": st.sampled_from(["least-work", "least-work", "last-in"]),
     }
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight.scheduler import lookup as module
 from firstlight.scheduler.lookup import MAX_MATCH, Lookup
 
 
@@ -29,3 +31,17 @@ def test_finds_what_a_plain_search_finds(tokens: list[int], first: int) -> None:
     lookup = Lookup(tokens[:first])
     for end in range(min(first, len(tokens)), len(tokens) + 1):
         assert lookup.find(tokens[:end]) == plain(tokens[:end])
+
+
+def test_old_tokens_leave_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOW", 8)
+    tokens = [1, 2, 3, *range(10, 20)]
+    lookup = Lookup(tokens)  # begins with what is last, so 1, 2, 3 are not in it
+    assert lookup.find([*tokens, 1, 2, 3]) == (0, 0)
+    tokens += [1, 2, 3]
+    for token in range(20, 60):
+        tokens.append(token)
+        assert lookup.find(tokens) == (0, 0)
+    tokens += [58, 59]
+    assert lookup.find(tokens) == (len(tokens) - 2, 2)
+    assert lookup.find([*tokens, 1]) == (0, 0)
