@@ -15,8 +15,16 @@ from firstlight.config import EngineConfig, ServerConfig
 from firstlight.engine.fake import fake_parts
 from firstlight.engine.frontend import AsyncEngine
 from firstlight.server.run import ServerThread
+from tests.server.raw import close_all_connected
 
 StartServer = Callable[..., ServerThread]
+
+
+@pytest.fixture(autouse=True)
+def no_connection_outlives_its_test() -> Iterator[None]:
+    """Closes what a test has opened with `connected`, however the test ended."""
+    yield
+    close_all_connected()
 
 
 @pytest.fixture(scope="module")

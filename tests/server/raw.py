@@ -22,15 +22,33 @@ def request_bytes(path: str, body: Any, *, headers: str = "") -> bytes:
     return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
+_OPENED: list[socket.socket] = []
+
+
 def connected(server: ServerThread, *, receive_buffer: int | None = None) -> socket.socket:
-    """A socket connected to the server."""
+    """A socket connected to the server, closed at the latest when its test ends."""
     address = urlsplit(server.url)
     sock = socket.socket()
+    _OPENED.append(sock)
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.settimeout(20)
     sock.connect((address.hostname, address.port))
     return sock
+
+
+def close_all_connected() -> None:
+    """Closes what `connected` has opened: a test that failed half-way must not fail others by what it left."""
+    while _OPENED:
+        _OPENED.pop().close()
+
+
+def read_briskly(sock: socket.socket) -> None:
+    """Gives a socket with a small receive buffer a large one.
+
+    With a window of a few KB the kernel falls back on its timers, 5 packets a second: megabytes take minutes.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
 
 
 def vanish(sock: socket.socket) -> None:
@@ -45,21 +63,23 @@ def vanish(sock: socket.socket) -> None:
 
 def read_until(sock: socket.socket, mark: bytes) -> bytes:
     """Everything up to and including the read that brought `mark`."""
-    received = b""
+    received = bytearray()
     while mark not in received:
         chunk = sock.recv(65536)
         if not chunk:
             raise AssertionError(f"closed before {mark!r}: {received!r}")
         received += chunk
-    return received
+    return bytes(received)
 
 
-def read_all(sock: socket.socket) -> bytes:
-    """Everything until the server closes."""
-    received = b""
+def read_all(sock: socket.socket, timeout_s: float = 60.0) -> bytes:
+    """Everything until the server closes; fails after a time that no healthy run comes near."""
+    deadline_s = time.monotonic() + timeout_s
+    received = bytearray()
     while chunk := sock.recv(65536):
         received += chunk
-    return received
+        assert time.monotonic() < deadline_s, f"{len(received)} bytes in {timeout_s} s, and more to come"
+    return bytes(received)
 
 
 def dechunked(answer: bytes) -> bytes:

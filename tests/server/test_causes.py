@@ -18,7 +18,7 @@ from firstlight.measure.causes.advice import FAMILIES
 from firstlight.measure.percentile import percentile
 from firstlight.server.run import ServerThread
 from tests.server.conftest import StartServer
-from tests.server.raw import connected, read_all, request_bytes, wait_until
+from tests.server.raw import connected, read_all, read_briskly, request_bytes, wait_until
 
 TEXT: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "ignore_eos": True, "stream": True}
 
@@ -136,6 +136,7 @@ def test_explain_names_a_client_that_does_not_read(start_server: StartServer) ->
     sock.sendall(raw)
     wait_until(lambda: server.engine.stats().scheduler.finished["length"] == 1, "the core to be done")
     threading.Event().wait(0.2)
+    read_briskly(sock)
     read_all(sock)
     sock.close()
     view = explained(server, "slow")
@@ -157,6 +158,7 @@ def test_explain_names_a_slow_client_whose_answer_fits_the_sockets_buffers(
     wait_until(lambda: explained(server, "fits")["verdict"]["cause"] == "client_slow", "the wait to outweigh the rest")
     assert explained(server, "fits")["delivery_ms"] > 0
     if connection == "close":
+        read_briskly(sock)
         assert read_all(sock).rstrip().endswith(b"0" if is_stream else b"}"), "its connection ends when it has all"
     sock.close()
     assert_whole(explained(server, "fits"))

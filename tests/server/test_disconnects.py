@@ -22,6 +22,7 @@ from tests.server.raw import (
     dechunked,
     events,
     read_all,
+    read_briskly,
     read_until,
     request_bytes,
     vanish,
@@ -139,6 +140,7 @@ def test_reader_that_stops_reading_is_cut_and_others_are_not(wide_server: Server
     brisk = httpx.post(wide_server.url + COMPLETIONS, json={**LONG, "max_tokens": 50}, timeout=60)
     assert brisk.json()["usage"]["completion_tokens"] == 50
     wait_until(lambda: _slow_readers(wide_server) == 1, "the stream to be ended")
+    read_briskly(sock)
     rest = read_all(sock)
     error = events(rest[rest.rindex(b"data: ") :].split(b"\r\n")[0])[-1]["error"]
     assert error["code"] == "slow_reader"
@@ -156,6 +158,7 @@ def test_slow_but_steady_reader_is_not_cut(wide_server: ServerThread) -> None:
     for _ in range(60):  # some 3 s, six times what the server allows; far less is read than waits
         received += sock.recv(1024)
         time.sleep(0.05)
+    read_briskly(sock)
     received += read_all(sock)
     chunks = events(dechunked(received))
     assert chunks[-1] == "[DONE]"
@@ -202,6 +205,7 @@ def test_slow_reader_gets_merged_frames_and_the_same_answer(start_server: StartS
     sock.sendall(request_bytes(COMPLETIONS, {**body, "stream": True}, headers="connection: close\r\n"))
     head = read_until(sock, b"data: ")
     wait_until(lambda: wide_server.engine.stats().running == 0, "the engine to finish without its reader")
+    read_briskly(sock)
     chunks = [event for event in events(dechunked(head + read_all(sock))) if event != "[DONE]"]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
     assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 100

@@ -152,12 +152,12 @@ def test_bad_schema_leaves_other_requests_alone(http: httpx.Client) -> None:
     assert http.get("/ready").status_code == 200
 
 
-def test_grammar_that_becomes_too_slow_is_refused_and_harms_nobody(http: httpx.Client) -> None:
+def test_grammar_that_becomes_too_complex_is_refused_and_harms_nobody(http: httpx.Client) -> None:
     slow = {"structured_outputs": {"grammar": 'start: e\ne: e e | "a"'}, "ignore_eos": True}
     answer = ask(http, **slow, max_tokens=1500)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == "structured_outputs.grammar"
-    assert "too slow" in answer.json()["error"]["message"]
+    assert "too complex" in answer.json()["error"]["message"]
     assert ask(http, response_format=FORMAT).status_code == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -68,6 +69,59 @@ def test_state_outside_its_grammar_has_an_error_and_allows_all(compiler: Grammar
     state.advance(list(b"x"))
     assert state.error == "token 120 is outside the grammar"
     assert allowed(state) >= set(range(VOCAB))
+
+
+class SlowClock:
+    """Time of the thread in which each piece of work seems to take what `pauses_s` says next, then nothing."""
+
+    def __init__(self, *pauses_s: float) -> None:
+        self._pauses_s = iter(pauses_s)
+        self._now_s = 0.0
+        self._is_running = False
+
+    def __call__(self) -> float:
+        if self._is_running:
+            self._now_s += next(self._pauses_s, 0.0)
+        self._is_running = not self._is_running
+        return self._now_s
+
+
+def test_ambiguous_grammar_ends_at_the_same_token_however_fast_the_machine(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(spec('start: e\ne: e e | "a"', "grammar"))
+    lengths = set()
+    for _ in range(2):
+        state, length = grammar.start(), 0
+        while state.error is None:
+            state.advance(list(b"a"))
+            allowed(state)
+            length += 1
+        assert state.error.startswith("the grammar became too complex: simplify it (Parser Error: Current row has")
+        lengths.add(length)
+    assert len(lengths) == 1
+    assert 200 < lengths.pop() < 300
+
+
+def test_pauses_of_the_machine_do_not_end_an_answer(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compiler.compile(spec("(.|\n)*", "regex"))
+    monkeypatch.setattr(time, "thread_time", SlowClock(30.0, 0.2, 1.0, 0.0, 5.0))
+    state = grammar.start()
+    for _ in range(10):
+        allowed(state)
+        state.advance(list(b"a"))
+    assert state.error is None
+
+
+def test_answer_whose_masks_stay_slow_is_ended(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compiler.compile(spec("(.|\n)*", "regex"))
+    monkeypatch.setattr(time, "thread_time", SlowClock(*[0.011] * 200))
+    state = grammar.start()
+    for _ in range(22):  # a mask and a move each
+        allowed(state)
+        state.advance(list(b"a"))
+    assert state.error is None
+    allowed(state)
+    allowed(state)
+    assert state.error == "the grammar became too slow: simplify it"
 
 
 def test_drafts_get_a_mask_each_and_move_nothing(compiler: GrammarCompiler) -> None:
