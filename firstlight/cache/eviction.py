@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["POLICIES", "EvictionPolicy"]
+__all__ = ["POLICIES", "EvictionPolicy", "IgnoresRequests"]
 
 POLICIES = ("lru", "lfu", "s3fifo", "gdsf", "conversation")
 """Every policy that `make_policy` makes."""
@@ -16,6 +16,12 @@ class EvictionPolicy(Protocol):
 
     A block is offered only while no cached block continues it, so that a prefix outlives what was built on it.
     """
+
+    def awaited(self, owner: str, keys: Sequence[bytes]) -> None:
+        """The request `owner`, whose full prompt blocks have these keys, first to last, is in the queue.
+
+        It is until it has arrived, or has finished without.
+        """
 
     def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
         """The request `owner`, whose full prompt blocks have these keys, first to last, is admitted."""
@@ -37,3 +43,16 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> int:
         """Chooses one of the blocks on offer, of which there is at least one. The pool withdraws it then."""
+
+
+class IgnoresRequests:
+    """For policies that look at blocks alone."""
+
+    def awaited(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Nothing to learn."""
+
+    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Nothing to learn."""
+
+    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Nothing to learn."""

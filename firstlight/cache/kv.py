@@ -118,6 +118,12 @@ class KVCache:
         table.chain.extend(tokens, most)
         return self._index.match(table.chain, most)
 
+    def awaits(self, table: BlockTable) -> None:
+        """Tells the policy that a waiting request will use the blocks of its prompt (after `peek`), until `adopt` or
+        `release`."""
+        if table.chain is not None:
+            self.pool.policy.awaited(table.owner, table.chain.keys)
+
     def num_needed(self, hits: list[int], num_tokens: int) -> int:
         """How many free blocks it takes to hold `num_tokens` tokens on top of `hits` (free hits count as taken)."""
         return self.num_blocks_for(num_tokens) - sum(self.pool.refs(block) > 0 for block in hits)

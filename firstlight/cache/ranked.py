@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+
+from firstlight.cache.eviction import IgnoresRequests
 
 __all__ = ["GdsfEviction", "LfuEviction", "LruEviction", "UseCounts", "num_remembered"]
 
@@ -66,18 +67,12 @@ class RankedBlocks:
             heapq.heappop(self._heap)
 
 
-class LruEviction:
+class LruEviction(IgnoresRequests):
     """Evicts what was given back longest ago."""
 
     def __init__(self) -> None:
         self._blocks = RankedBlocks()
         self.offered, self.withdrawn = self._blocks.offer, self._blocks.withdraw
-
-    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
-
-    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
 
     def used(self, block: int, key: bytes) -> None:
         """Counts when it is given back."""
@@ -89,7 +84,7 @@ class LruEviction:
         return self._blocks.first()[0]
 
 
-class LfuEviction:
+class LfuEviction(IgnoresRequests):
     """Evicts what was used least often, uses before an eviction included; of those the longest unused."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -97,12 +92,6 @@ class LfuEviction:
         self.offered, self.withdrawn = self._blocks.offer, self._blocks.withdraw
         self._uses = UseCounts(num_remembered(num_blocks))
         self._count = [0] * num_blocks
-
-    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
-
-    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
 
     def used(self, block: int, key: bytes) -> None:
         self._count[block] = self._uses.add(key)
@@ -114,7 +103,7 @@ class LfuEviction:
         return self._blocks.first()[0]
 
 
-class GdsfEviction:
+class GdsfEviction(IgnoresRequests):
     """Greedy-dual: evicts the smallest of uses since it came + the rank of the last evicted when it was used last.
 
     Source: Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching" (1998). Every block
@@ -127,12 +116,6 @@ class GdsfEviction:
         self._keys: list[bytes] = [b""] * num_blocks
         self._count = [0] * num_blocks
         self._level = 0.0
-
-    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
-
-    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
 
     def used(self, block: int, key: bytes) -> None:
         self._count[block] = self._count[block] + 1 if self._keys[block] == key else 1

@@ -7,7 +7,8 @@ it is freed for the first time, last block of a prompt first, and blocks that ma
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+
+from firstlight.cache.eviction import IgnoresRequests
 
 __all__ = ["S3FifoEviction"]
 
@@ -15,7 +16,7 @@ SMALL_SHARE = 0.1
 MAX_USES = 3
 
 
-class S3FifoEviction:
+class S3FifoEviction(IgnoresRequests):
     """Evicts from the small queue what was not used again there, else from the main queue in rounds."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,12 +29,6 @@ class S3FifoEviction:
         self._is_queued = [False] * num_blocks
         self._offered: set[int] = set()
         self._gone: OrderedDict[bytes, None] = OrderedDict()
-
-    def arrived(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
-
-    def finished(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Nothing to learn."""
 
     def used(self, block: int, key: bytes) -> None:
         if self._keys[block] == key:

@@ -121,6 +121,7 @@ class Scheduler:
         state = RequestState(request, self.cache.table(request.request_id, request.cache_salt, is_shared=is_shared))
         state.max_tokens = min(request.max_tokens, self.capacity_tokens - state.num_prompt)
         remaining = state.num_prompt - len(self.cache.peek(state.table, state.tokens)) * self.cache.block_size
+        self.cache.awaits(state.table)
         self._num_added += 1
         state.rank = (request.priority, 1, remaining + AGE_TOKENS_PER_S * request.arrival_s, self._num_added)
         self._served.opened(request.tenant)
@@ -259,6 +260,7 @@ class Scheduler:
         if self._joining.copies.pop(state.id, None) is None:
             self.cache.publish_rest(state.table, state.tokens, state.num_computed)
         self.cache.release(state.table)
+        self.cache.awaits(state.table)
         state.num_computed = 0
         state.tickets = []
         state.num_preemptions += 1

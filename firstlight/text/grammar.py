@@ -43,6 +43,8 @@ _PARSER_LIMITS: dict[str, Any] = {
 }
 """What bounds one mask: work that is counted, not timed, so that a grammar fails everywhere or nowhere. An ambiguous
 grammar's time grows with the square of a row's items; real schemas need up to some 250."""
+_NUM_PROBED = 3
+"""Tokens that a grammar is tried on when it is compiled."""
 _MAX_ERROR_CHARS = 400
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -170,7 +172,26 @@ class GrammarCompiler:
         if matcher.is_error():
             wrong = _shortened(matcher.get_error())
             return ("no text can satisfy it" if wrong.startswith("NoExtension") else wrong), None
+        wrong = self._fails_soon(matcher.deep_copy())
+        if wrong:
+            return f"it is too complex: simplify it, or use smaller repetition counts ({wrong})", None
         return None, matcher
+
+    def _fails_soon(self, matcher: Any) -> str:
+        """What the matcher fails with within its first tokens, whatever they are; empty where it does not.
+
+        A repetition that needs too much shows it only behind its first token.
+        """
+        out = np.empty(mask_words(self.vocab_size), np.uint32)
+        for _ in range(_NUM_PROBED):
+            matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+            if matcher.is_error():
+                break
+            (allowed,) = np.nonzero(np.unpackbits(out.view(np.uint8), bitorder="little"))
+            texts = [token for token in allowed[: len(self.eos_ids) + 1].tolist() if token not in self.eos_ids]
+            if not texts or not matcher.consume_token(texts[0]):
+                break
+        return _shortened(matcher.get_error()) if matcher.is_error() else ""
 
     def _native_tokenizer(self) -> Any:
         with self._lock:

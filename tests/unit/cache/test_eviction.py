@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.cache import POLICIES, BlockPool, KVCache, make_policy
+from firstlight.cache import POLICIES, BlockPool, BlockTable, KVCache, make_policy
 
 SIZE = 2
 
@@ -58,7 +58,12 @@ def test_policy_random_history_keeps_every_invariant(policy: str, data: st.DataO
         else:
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
             table = tables[str(i)] = kv.table(str(i), b"")
-            kv.adopt(table, tokens, kv.peek(table, tokens))
+            hits = kv.peek(table, tokens)
+            if data.draw(st.booleans()):
+                kv.awaits(table)
+                if data.draw(st.booleans()):
+                    continue  # it leaves the queue later, without having been served
+            kv.adopt(table, tokens, hits)
             if kv.grow(table, len(tokens)):
                 kv.publish(table, tokens, data.draw(st.integers(0, len(tokens))))
         kv.check(tables.values())
@@ -73,6 +78,43 @@ def test_policy_what_is_cached_can_be_found_from_its_beginning(policy: str) -> N
         serve(kv, tokens)
     found = {block for tokens in prompts for block in kv.peek(kv.table("probe", b""), [*tokens, 0])}
     assert len(found) == kv.stats().cached_blocks
+
+
+def queue(kv: KVCache, owner: str, tokens: list[int]) -> BlockTable:
+    """Has a request wait for its turn."""
+    table = kv.table(owner, b"")
+    kv.peek(table, tokens)
+    kv.awaits(table)
+    return table
+
+
+def test_conversation_spares_what_the_queue_will_use_and_no_longer() -> None:
+    kv = cache(7, "conversation")
+    for conversation in (1, 2, 3):
+        serve(kv, prompt(conversation, 2))
+    waiting = [queue(kv, owner, prompt(1, 2)) for owner in ("first", "second")]
+    for conversation in range(4, 8):
+        serve(kv, prompt(conversation, 2))
+        assert has(kv, prompt(1, 2)) == 2
+    kv.release(waiting.pop())
+    serve(kv, prompt(8, 2))
+    assert has(kv, prompt(1, 2)) == 2
+    kv.release(waiting.pop())
+    for conversation in range(9, 12):
+        serve(kv, prompt(conversation, 2))
+    assert has(kv, prompt(1, 2)) == 0
+
+
+def test_conversation_evicts_what_the_queue_will_use_where_there_is_nothing_else() -> None:
+    kv = cache(7, "conversation")
+    for conversation in (1, 2, 3):
+        serve(kv, prompt(conversation, 2))
+    waiting = [queue(kv, str(conversation), prompt(conversation, 2)) for conversation in (1, 2, 3)]
+    table = kv.table("r", b"")
+    kv.adopt(table, prompt(4, 3), [])
+    assert kv.grow(table, 4 * SIZE)
+    kv.check([table, *waiting])
+    assert sum(has(kv, prompt(conversation, 2)) for conversation in (1, 2, 3)) == 3
 
 
 def test_lru_keeps_what_was_used_last() -> None:

@@ -112,6 +112,8 @@ def test_corrupt_block_in_host_memory_is_a_miss_and_what_stands_before_it_is_use
     assert table.chain is not None
     hosted = one.cache.tiering.tiers.hosted(table.chain.keys[5])
     assert hosted is not None
+    while not hosted.is_intact(SPACE):  # the other thread may not have sealed it yet
+        time.sleep(1e-3)
     assert hosted.payload is not None
     hosted.payload = hosted.payload[:-1] + b"\x7f"
     assert again(one, "second") == 20

@@ -375,3 +375,19 @@ def test_first_event_says_when_the_request_was_first_scheduled() -> None:
     drive.add(request("r", [1], 2, arrival_s=5.0))
     drive.finish()
     assert [event.first_scheduled_s for event in drive.events] == [5.0, None]
+
+
+def cached_after_the_queue(eviction: str) -> int:
+    """Prompt tokens that a request in the queue finds in the end, though others needed room before it."""
+    drive = Drive(num_blocks=16, block_size=4, max_step_rows=1, eviction=eviction)
+    asked = [1] * 16
+    drive.add(request("before", asked, 2), request("later", [4] * 16, 2, priority=1))
+    drive.finish()
+    drive.add(request("long", [2] * 20, 24), request("waits", [*asked, 3], 2, priority=1))
+    drive.finish()
+    return drive.reports["waits"].hit_tokens
+
+
+def test_queue_finds_its_prefix_where_the_policy_looks_ahead() -> None:
+    assert cached_after_the_queue("conversation") == 16
+    assert cached_after_the_queue("lru") < 16
