@@ -1,4 +1,4 @@
-"""What it gains that `conversation` spares what the queue will use: simulated overload, with the look-ahead and without.
+"""What it gains that `conversation` spares what the queue will use: simulated overload, with that and without.
 
     python -m benchmarks.lookahead --out benchmarks/results/lookahead-simulated.json TRACE ...
 
@@ -25,7 +25,7 @@ def measure(path: str, capacity: int, speed: float, hardware: str, count: int) -
     trace = read_trace(path, count=count, speed=speed)
     setup = Setup(hardware=read_hardware(hardware), policy="conversation", cache_blocks=capacity)
     row: dict[str, Any] = {"trace": Path(path).name.split(".")[0], "cache_blocks": capacity, "speed": speed}
-    with mock.patch.object(KVCache, "awaits", lambda *_: None):
+    with mock.patch.object(KVCache, "awaits", return_value=None):
         without = simulate(trace, setup)
     for name, timed in (("without", without), ("with", simulate(trace, setup))):
         summary = summarise(timed.level)
