@@ -73,5 +73,8 @@ void write_kv(const KvView& kv, int block, int slot, const float* k, const float
 void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
 void merge_split(float* running, const float* part, int head_dim);
 }  // namespace avx2
+namespace avx512 {
+void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
+}  // namespace avx512
 
 }  // namespace firstlight

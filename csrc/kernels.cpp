@@ -17,9 +17,9 @@ const Kernels* avx2_kernels() {
   return can ? &kAvx2 : nullptr;
 }
 
-// Everything but the matrix products is AVX2's.
-constexpr Kernels kVnni{"vnni",     vnni::gemm,     avx2::quantise, avx2::rms_norm,     avx2::gated,
-                        avx2::rope, avx2::soft_cap, avx2::write_kv, avx2::attend_split, avx2::merge_split};
+// What takes little time is AVX2's.
+constexpr Kernels kVnni{"vnni",     vnni::gemm,     avx2::quantise, avx2::rms_norm,       avx2::gated,
+                        avx2::rope, avx2::soft_cap, avx2::write_kv, avx512::attend_split, avx2::merge_split};
 
 const Kernels* vnni_kernels() {
   const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&

@@ -1,4 +1,4 @@
-// Scalar twins of the vector maths in math_avx2.h: the same operations in the same order. Also float16 conversions.
+// Scalar twins of the vector maths in vector_x86.h: the same operations in the same order. Also float16 conversions.
 #pragma once
 
 #include <cmath>

@@ -1,8 +1,8 @@
 // AVX2 row kernels; what is not here has only the scalar form.
 #include <immintrin.h>
 
-#include "math_avx2.h"
 #include "ops.h"
+#include "vector_x86.h"
 
 namespace firstlight::avx2 {
 namespace {
@@ -11,11 +11,11 @@ template <GatedKind KIND>
 inline __m256 gate8(__m256 x) {
   const __m256 one = _mm256_set1_ps(1.0f);
   if constexpr (KIND == GatedKind::kSilu) {
-    return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+    return _mm256_div_ps(x, _mm256_add_ps(one, exp_all(_mm256_sub_ps(_mm256_setzero_ps(), x))));
   } else {
     const __m256 cubic = _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), x), x);
     const __m256 inner = _mm256_mul_ps(_mm256_set1_ps(0.797884560802865f), _mm256_fmadd_ps(cubic, x, x));
-    return _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.5f), x), _mm256_add_ps(one, tanh8(inner)));
+    return _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.5f), x), _mm256_add_ps(one, tanh_all(inner)));
   }
 }
 
@@ -89,7 +89,7 @@ void soft_cap(float* x, float cap, int n) {
   const __m256 c = _mm256_set1_ps(cap);
   int i = 0;
   for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(x + i, _mm256_mul_ps(c, tanh8(_mm256_div_ps(_mm256_loadu_ps(x + i), c))));
+    _mm256_storeu_ps(x + i, _mm256_mul_ps(c, tanh_all(_mm256_div_ps(_mm256_loadu_ps(x + i), c))));
   }
   if (i < n) scalar::soft_cap(x + i, cap, n - i);
 }

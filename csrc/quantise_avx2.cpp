@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "gemm.h"
-#include "math_avx2.h"
+#include "vector_x86.h"
 
 namespace firstlight::avx2 {
 namespace {

@@ -69,9 +69,9 @@ def build_finding(features: tuple[str, ...]) -> list[str]:
         return ["the native kernels are not built: reinstall the package with a C++ compiler at hand"]
     if not {"avx2", "fma", "f16c"} <= set(features):
         return ["this CPU lacks AVX2, FMA or F16C: the scalar kernels run, several times slower"]
-    kernels = "AVX-512 VNNI" if "avx512_vnni" in features else "AVX2"
-    wider = [feature for feature in features if feature == "amx_int8" or (feature == "avx_vnni" and kernels == "AVX2")]
-    return [f"this CPU has {', '.join(wider)}, which the {kernels} kernels do not use"] if wider else []
+    if "avx_vnni" in features and "avx512_vnni" not in features:
+        return ["this CPU has avx_vnni, which the AVX2 kernels do not use"]
+    return []
 
 
 def _throttled() -> str:

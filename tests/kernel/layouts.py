@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from firstlight.backend.cpu import _native
 from firstlight.models.layouts import PackedWeight, QuantCodes
@@ -14,7 +15,6 @@ from firstlight.models.pack import pack
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
-KERNELS = ("scalar", "avx2")
 TILE = 6
 """kTile of csrc/gemm.h."""
 
@@ -169,3 +169,9 @@ def random_rows(num: int, cols: int, rng: np.random.Generator) -> F32:
 
 def bits(array: npt.NDArray[Any]) -> bytes:
     return np.ascontiguousarray(array).tobytes()
+
+
+_NO_VNNI = pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
+_VECTOR_SETS = ["avx2", pytest.param("vnni", marks=_NO_VNNI)]
+EVERY_VECTOR_SET = pytest.mark.parametrize("kernels", _VECTOR_SETS)
+EVERY_SET = pytest.mark.parametrize("kernels", ["scalar", *_VECTOR_SETS])

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.backend.cpu import _native
-from tests.kernel.layouts import F32, F64, bits
+from tests.kernel.layouts import EVERY_SET, EVERY_VECTOR_SET, F32, F64, bits
 
 Ints = npt.NDArray[np.int32]
 SPLIT = _native.KEYS_PER_SPLIT
-BOTH = pytest.mark.parametrize("kernels", ["scalar", "avx2"])
 SEEDS = st.integers(0, 2**32 - 1)
 HALF_MAX = 65504.0
 
@@ -109,6 +108,7 @@ def queries(
     return q, first, limit
 
 
+@EVERY_VECTOR_SET
 @given(
     seed=SEEDS,
     rows=st.integers(1, 20),
@@ -121,19 +121,19 @@ def queries(
 )
 @settings(max_examples=80, deadline=None)
 def test_attention_any_shape_gives_the_scalar_bits(
-    seed: int, rows: int, heads: int, num_keys: int, dim: int, block_size: int, window: int, cap: float
+    kernels: str, seed: int, rows: int, heads: int, num_keys: int, dim: int, block_size: int, window: int, cap: float
 ) -> None:
     rng = np.random.default_rng(seed)
     kv = paged(rng, num_keys, kv_heads=2, dim=dim, block_size=block_size)
     q, first, limit = queries(rng, rows, dim, num_keys, window, heads)
     head = int(rng.integers(0, 2))
     scalar, scalar_running = attend("scalar", kv, q, first, limit, head=head, cap=cap)
-    vector, vector_running = attend("avx2", kv, q, first, limit, head=head, cap=cap)
+    vector, vector_running = attend(kernels, kv, q, first, limit, head=head, cap=cap)
     assert bits(scalar) == bits(vector)
     np.testing.assert_array_equal(scalar_running, vector_running)  # a zero's sign may differ until the end
 
 
-@BOTH
+@EVERY_SET
 @given(seed=SEEDS, rows=st.integers(1, 30), num_keys=st.integers(1, 2 * SPLIT + 9), data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_attention_row_in_any_company_gives_the_bits_it_has_alone(
@@ -152,7 +152,7 @@ def test_attention_row_in_any_company_gives_the_bits_it_has_alone(
     assert bits(attend(kernels, kv, q[one], first[one], limit[one])[0]) == bits(together[one])
 
 
-@BOTH
+@EVERY_SET
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 0.0), (200, 5.0), (0, 50.0)])
 def test_attention_is_softmax_over_the_visible_keys(kernels: str, dim: int, window: int, cap: float) -> None:
@@ -165,7 +165,7 @@ def test_attention_is_softmax_over_the_visible_keys(kernels: str, dim: int, wind
         np.testing.assert_allclose(out, oracle(kv, q, first, limit, head=head, cap=cap), atol=2e-5)
 
 
-@BOTH
+@EVERY_SET
 @given(seed=SEEDS, num_keys=st.integers(1, 300), rows=st.sampled_from([1, 5, 14]), window=st.sampled_from([0, 20]))
 @settings(max_examples=25, deadline=None)
 def test_attention_slots_out_of_sight_never_change_a_bit(
@@ -182,7 +182,7 @@ def test_attention_slots_out_of_sight_never_change_a_bit(
     assert bits(attend(kernels, kv, q, first, limit)[0]) == bits(before)
 
 
-@BOTH
+@EVERY_SET
 def test_attention_table_order_does_not_matter(kernels: str) -> None:
     rng = np.random.default_rng(2)
     kv = paged(rng, 200, kv_heads=2, dim=64)
@@ -195,7 +195,7 @@ def test_attention_table_order_does_not_matter(kernels: str) -> None:
     assert bits(attend(kernels, moved, q, first, limit, head=1)[0]) == bits(wanted)
 
 
-@BOTH
+@EVERY_SET
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_attention_block_size_does_not_matter(kernels: str, block_size: int) -> None:
     q, first, limit = queries(np.random.default_rng(3), 13, 64, 300)
@@ -206,7 +206,7 @@ def test_attention_block_size_does_not_matter(kernels: str, block_size: int) -> 
     assert bits(attend(kernels, large, q, first, limit)[0]) == bits(attend(kernels, small, q, first, limit)[0])
 
 
-@BOTH
+@EVERY_SET
 def test_attention_row_that_sees_no_key_gives_zero(kernels: str) -> None:
     kv = paged(np.random.default_rng(5), 40, kv_heads=1, dim=16)
     q = np.ones((3, 16), np.float32)
@@ -218,7 +218,7 @@ def test_attention_row_that_sees_no_key_gives_zero(kernels: str) -> None:
     assert out[2].any()
 
 
-@BOTH
+@EVERY_SET
 def test_attention_query_with_nan_leaves_its_neighbours_alone(kernels: str) -> None:
     rng = np.random.default_rng(6)
     kv = paged(rng, 150, kv_heads=1, dim=32)
@@ -234,7 +234,7 @@ def test_attention_query_with_nan_leaves_its_neighbours_alone(kernels: str) -> N
 # Merging
 
 
-@BOTH
+@EVERY_SET
 def test_merge_folds_splits_in_the_stated_order(kernels: str) -> None:
     """running * exp(running m - m) + part * exp(part m - m); parts without keys change nothing."""
     rng = np.random.default_rng(8)
@@ -301,7 +301,7 @@ def test_write_kv_any_value_gives_the_scalar_bits_in_its_slot_alone(
         assert bits(got) == bits(clamped.astype(np.float16).view(np.uint16))
 
 
-@BOTH
+@EVERY_SET
 def test_write_kv_leaves_every_other_slot_as_it_was(kernels: str) -> None:
     cache = np.full((2, elements(2, 16, 32)), 0x1234, np.uint16)
     ones = np.ones((2, 16), np.float32)
@@ -310,7 +310,7 @@ def test_write_kv_leaves_every_other_slot_as_it_was(kernels: str) -> None:
     assert (cache[0] == 0x1234).all()
 
 
-@BOTH
+@EVERY_SET
 @pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf, 1e30, -1e30, 65519.0, 65520.0])
 def test_write_kv_what_float16_cannot_hold_is_clamped_to_finite(kernels: str, odd: float) -> None:
     cache = np.zeros((1, elements(1, 16, 16)), np.uint16)
@@ -320,7 +320,7 @@ def test_write_kv_what_float16_cannot_hold_is_clamped_to_finite(kernels: str, od
     assert written.tolist() == [-HALF_MAX if odd < 0 else HALF_MAX] * 32
 
 
-@BOTH
+@EVERY_SET
 def test_write_kv_rounds_every_float16_boundary_to_even(kernels: str) -> None:
     """All float16 values and the midpoints between neighbours, denormals among them."""
     half = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)

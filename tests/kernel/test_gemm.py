@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.layouts import (
+    EVERY_SET,
+    EVERY_VECTOR_SET,
     F32,
     F64,
     QUANTISED,
@@ -18,7 +20,6 @@ from tests.kernel.layouts import (
     bits,
     exact,
     gemm,
-    has_kernels,
     quantise,
     random_rows,
     random_weight,
@@ -26,10 +27,6 @@ from tests.kernel.layouts import (
 )
 
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-_NO_VNNI = pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
-VECTOR_SETS = ["avx2", pytest.param("vnni", marks=_NO_VNNI)]
-EVERY_VECTOR_SET = pytest.mark.parametrize("kernels", VECTOR_SETS)
-EVERY_SET = pytest.mark.parametrize("kernels", ["scalar", *VECTOR_SETS])
 SHAPES = {
     "seed": st.integers(0, 2**32 - 1),
     "rows": st.integers(1, 70),
