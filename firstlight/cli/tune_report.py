@@ -67,7 +67,10 @@ def conclusion(report: Report) -> str:
     if not tuned.best.rate:
         return f"no live run was inside {report.config.slo}: {best.error or _worst_words(best)}"
     if math.isinf(tuned.missed_rate):
-        rates = f"at least {tuned.best.rate:g} sessions/s; no run missed, more `--requests` may show where it ends"
+        rates = (
+            f"at least {tuned.best.rate:g} sessions/s; with these settings no run missed, "
+            "more `--requests` may show where it ends"
+        )
     else:
         rates = f"between {tuned.best.rate:g} (met) and {tuned.missed_rate:g} (missed) sessions/s"
     lines = [

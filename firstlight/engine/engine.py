@@ -6,10 +6,14 @@ Knows no more than AsyncEngine offers; every call is handed to it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import difflib
 import itertools
 import threading
+import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -24,13 +28,15 @@ from firstlight.types import OutputDelta, SamplingParams
 
 __all__ = ["Engine"]
 
+EXIT_TIMEOUT_S = 10.0  # how long the interpreter's end waits for engines that nobody closed
+
 T = TypeVar("T")
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
 
 class Engine:
-    """A loaded model. Use it as a context manager, or `close` it.
+    """A loaded model. Use it as a context manager, or `close` it; dropped or left open at exit it closes itself.
 
     Args:
         model: GGUF file, Hugging Face folder, hf:org/name[:file], or a short name.
@@ -53,9 +59,11 @@ class Engine:
         config = _config(options if model is None else {"model": model, **options})
         self._serial = itertools.count(1)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="firstlight-engine", daemon=True)
+        self._thread = threading.Thread(target=_live, args=(self._loop,), name="firstlight-engine", daemon=True)
         self._thread.start()
         self._engine = AsyncEngine(config, load=load)
+        self._finish = weakref.finalize(self, _begin_close, self._loop, self._engine)
+        _open[self._thread] = self._finish
         try:
             self._run(self._engine.start())
         except BaseException:
@@ -70,13 +78,10 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what is open and frees the model. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self._run(self._engine.close())
-        self._run(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        closing = self._finish()
+        if closing is not None:
+            closing.result()
         self._thread.join()
-        self._loop.close()
 
     @property
     def info(self) -> EngineInfo:
@@ -146,7 +151,7 @@ class Engine:
             while (delta := self._run(_next_or_none(generation))) is not None:
                 yield delta
         finally:
-            if not self._loop.is_closed():
+            if self._finish.alive:
                 self._run(generation.aclose())
 
     async def _begin(self, prompt: Prompt | Messages, params: SamplingParams, options: dict[str, Any]) -> Generation:
@@ -179,7 +184,10 @@ class Engine:
         return [completion for task in tasks for completion in task.result()]
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs it on the engine's loop and waits; an interrupt cancels it."""
+        """Runs it on the engine's loop and waits; an interrupt cancels it. RuntimeError once the engine is closed."""
+        if not self._finish.alive:
+            work.close()
+            raise RuntimeError("the engine is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -188,6 +196,39 @@ class Engine:
         except BaseException:
             future.cancel()
             raise
+
+
+# Every engine's thread that may be alive, and what begins its end.
+_open: weakref.WeakKeyDictionary[threading.Thread, weakref.finalize[..., Engine]] = weakref.WeakKeyDictionary()
+
+
+def _live(loop: asyncio.AbstractEventLoop) -> None:
+    """An engine's thread."""
+    loop.run_forever()
+    loop.close()
+
+
+def _begin_close(loop: asyncio.AbstractEventLoop, engine: AsyncEngine) -> Future[None]:
+    """Has the loop close the engine and end; waits for nothing: the garbage collector may call it in any thread."""
+    return asyncio.run_coroutine_threadsafe(_close(loop, engine), loop)
+
+
+async def _close(loop: asyncio.AbstractEventLoop, engine: AsyncEngine) -> None:
+    try:
+        await engine.close()
+        await loop.shutdown_default_executor()
+    finally:
+        loop.call_soon(loop.stop)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes what is open, so that native memory and files of the cache are let go before the interpreter is."""
+    for finish in list(_open.values()):
+        finish()
+    until_s = time.monotonic() + EXIT_TIMEOUT_S
+    for thread in list(_open):
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _config(options: dict[str, Any]) -> EngineConfig:

@@ -168,7 +168,10 @@ class AsyncEngine:
             return
         if drain_s > 0 and not self._core.failed:
             await asyncio.wait({asyncio.wrap_future(self._core.drain())}, timeout=drain_s)
-        await asyncio.to_thread(self._core.stop)
+        try:
+            await asyncio.to_thread(self._core.stop)
+        except RuntimeError:  # while the interpreter ends no pool takes work
+            self._core.stop()
         if self._relay is not None:
             self._relay.close()
         if self._grammars is not None:

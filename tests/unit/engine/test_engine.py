@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +121,47 @@ def test_close_twice_is_quiet() -> None:
     engine = Engine(load=fake_parts)
     engine.close()
     engine.close()
+
+
+def test_engine_that_is_dropped_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    engine = Engine(load=fake_parts)
+    engine.generate("a", GREEDY)
+    started = set(threading.enumerate()) - before
+    assert started
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), thread.name
+
+
+def test_stream_keeps_its_engine_until_it_is_left() -> None:
+    stream = Engine(load=fake_parts).stream("a", GREEDY)
+    gc.collect()
+    assert "".join(delta.text for delta in stream)
+
+
+def test_closed_engine_refuses_by_name() -> None:
+    engine = Engine(load=fake_parts)
+    stream = engine.stream("a", GREEDY)
+    next(stream)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.generate("a", GREEDY)
+    stream.close()
+
+
+@pytest.mark.parametrize("ending", ["", "import itertools; held = itertools.cycle([engine])", "del engine"])
+def test_program_that_closes_nothing_ends_in_silence(ending: str, smollm2_path: Path) -> None:
+    """Native objects left to the interpreter's end are reported there as leaks, and files may be cut short."""
+    lines = [
+        "from firstlight import Engine, SamplingParams",
+        f"engine = Engine({str(smollm2_path)!r}, kv_memory_mb=64)",
+        "stream = engine.stream('Once', SamplingParams(max_tokens=400, ignore_eos=True))",
+        "next(stream)",
+        ending,
+        "print('end')",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
