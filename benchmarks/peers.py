@@ -175,7 +175,8 @@ async def running(server: Server) -> AsyncIterator[tuple[Client, int, float]]:
                 await asyncio.sleep(0.02)
             yield Client(url, server.model), process.pid, time.perf_counter() - started_s
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
