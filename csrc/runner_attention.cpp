@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kWholeSplits = 3;  // splits per thread from which on a thread takes one with all its heads
 constexpr int kLongRowTokens = 256;
+constexpr int kFewTokens = 4;  // tokens per row, on average, up to which a thread takes one at a time
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -30,9 +31,10 @@ void Runner::rope_kv(const Op& op, const Step& step, int member) {
   const RopeTable& table = tables_[static_cast<size_t>(op.table)];
   const size_t half = static_cast<size_t>(op.rotary_dim / 2);
   const KvView kv = kv_view(op.layer);
-  constexpr int kChunk = 4;
-  for (int begin = take(op.first_counter, kChunk); begin < step.num_tokens; begin = take(op.first_counter, kChunk)) {
-    const int end = std::min(begin + kChunk, step.num_tokens);
+  // Keys lie with the slots of a block side by side: two threads that fill one block take its lines from each other.
+  const int chunk = step.num_tokens > kFewTokens * step.num_rows ? config_.block_size : 1;
+  for (int begin = take(op.first_counter, chunk); begin < step.num_tokens; begin = take(op.first_counter, chunk)) {
+    const int end = std::min(begin + chunk, step.num_tokens);
     int r = 0;
     for (int t = begin; t < end; ++t) {
       while (t >= step.rows[r].first_token + step.rows[r].num_tokens) ++r;
