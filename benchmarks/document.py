@@ -34,7 +34,7 @@ def cpu_name() -> str:
             next(line.split(":", 1)[1].strip() for line in lines if line.startswith(key))
             for key in ("model name", "flags")
         )
-        known = (("avx512_vnni", "AVX-512 VNNI"), ("avx_vnni", "AVX VNNI"), ("avx2", "AVX2"))
+        known = (("amx_int8", "AMX"), ("avx512_vnni", "AVX-512 VNNI"), ("avx_vnni", "AVX VNNI"), ("avx2", "AVX2"))
         return f"{name} ({next((title for flag, title in known if flag in flags.split()), 'no AVX2')})"
     return platform.machine()
 

@@ -53,7 +53,7 @@ ActKind act_of(const std::string& name) {
 
 void quantise_all(const Kernels& k, const Activations& a, const In<float, 2>& x) {
   for (int row = 0; row < a.num_rows; ++row) {
-    k.quantise(x.data() + static_cast<size_t>(row) * static_cast<size_t>(a.cols), a, row);
+    k.quantise(x.data() + static_cast<size_t>(row) * static_cast<size_t>(a.cols), a, row, 0, act_groups(a));
   }
 }
 
@@ -71,7 +71,7 @@ void quantise(const std::string& kernels, const std::string& act, In<float, 2> x
   const size_t bytes = activation_bytes(act, rows, cols);
   need("out", out.shape(0), bytes);
   const Memory memory = zeroed(bytes);
-  quantise_all(k, act_view(act_of(act), rows, cols, memory.get()), x);
+  quantise_all(k, act_view(act_of(act), k.act_layout(act_of(act), rows), rows, cols, memory.get()), x);
   std::memcpy(out.data(), memory.get(), bytes);
 }
 
@@ -105,7 +105,7 @@ void gemm(const std::string& kernels, const std::string& kind, int rows, int col
   check_range("begin", begin, 0, end + 1);
   const ActKind act = act_kind(p.weight);
   const Memory memory = zeroed(act_bytes(act, num, cols)), scratch = zeroed(gemm_scratch_bytes(cols));
-  const Activations a = act_view(act, num, cols, memory.get());
+  const Activations a = act_view(act, k.act_layout(act, num), num, cols, memory.get());
   nb::gil_scoped_release released;
   quantise_all(k, a, x);
   k.gemm(p.weight, a, bias ? bias->data() : nullptr, accumulate, y.data(), y.shape(1), begin, end, scratch.get());

@@ -32,6 +32,14 @@ inline ActKind act_kind(const Weight& w) {
   return ActKind::kFloat;
 }
 
+// How a kernel set wants its quantised activations.
+struct ActLayout {
+  int tile_rows = kTile;   // most rows in a tile
+  bool in_planes = false;  // int16 only: of each 32 inputs the low bytes, then the high bytes
+};
+using ActLayoutFn = ActLayout (*)(ActKind kind, int num_rows);
+inline ActLayout narrow_layout(ActKind, int) { return {}; }
+
 // Activations of num_rows rows, quantised, in num_tiles() tiles whose sizes differ by at most one.
 // Inside a tile of T rows: q[(g * T + t) * 32 + k], scale[g * T + t]; for int8 sums[g * T + t] = scale * sum(q) over 32
 // inputs, for int16 sums[(g * 2 + half) * T + t] over each 16 inputs. A tile that begins at row s starts at q + s *
@@ -39,13 +47,14 @@ inline ActKind act_kind(const Weight& w) {
 // T + t] of each tile.
 struct Activations {
   ActKind kind = ActKind::kInt8;
+  ActLayout layout = {};
   int num_rows = 0;
   int cols = 0;
   void* q = nullptr;
   float* scale = nullptr;
   float* sums = nullptr;
 
-  int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
+  int num_tiles() const { return (num_rows + layout.tile_rows - 1) / layout.tile_rows; }
   int tile_start(int tile) const {
     const int n = num_tiles(), base = num_rows / n, extra = num_rows % n;
     return tile * base + (tile < extra ? tile : extra);
@@ -59,18 +68,22 @@ struct Activations {
 inline size_t act_element_bytes(ActKind kind) { return kind == ActKind::kInt8 ? 1 : kind == ActKind::kInt16 ? 2 : 4; }
 inline size_t round64(size_t n) { return (n + 63) / 64 * 64; }
 
+// Kernels may load, and ignore, this much past a row's last value.
+constexpr size_t kActTail = 1024;
+
 // Bytes a caller sets aside for q, scale and sums of up to num_rows rows.
 inline size_t act_bytes(ActKind kind, int num_rows, int cols) {
   const size_t rows = static_cast<size_t>(num_rows), groups = static_cast<size_t>(cols) / 32;
   const size_t q = round64(rows * static_cast<size_t>(cols) * act_element_bytes(kind));
-  return kind == ActKind::kFloat ? q : q + round64(rows * groups * 4) + round64(rows * groups * 8);
+  return kind == ActKind::kFloat ? q : q + round64(rows * groups * 4) + round64(rows * groups * 8) + kActTail;
 }
 
 // Lays num_rows rows out in memory of at least act_bytes, 64-byte aligned.
-inline Activations act_view(ActKind kind, int num_rows, int cols, void* memory) {
+inline Activations act_view(ActKind kind, ActLayout layout, int num_rows, int cols, void* memory) {
   const size_t rows = static_cast<size_t>(num_rows), groups = static_cast<size_t>(cols) / 32;
   Activations a;
   a.kind = kind;
+  a.layout = layout;
   a.num_rows = num_rows;
   a.cols = cols;
   char* p = static_cast<char*>(memory);
@@ -91,22 +104,32 @@ inline size_t gemm_scratch_bytes(int max_cols) { return static_cast<size_t>(max_
 using GemmFn = void (*)(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy,
                         int rb0, int rb1, uint8_t* scratch);
 
-// Quantises one row: x is [cols] float32; row is its index among a.num_rows.
-using QuantiseFn = void (*)(const float* x, const Activations& a, int row);
+// Quantises groups [begin, end) of one row: x is [cols] float32; row is its index among a.num_rows. Float activations
+// have one group, the row.
+using QuantiseFn = void (*)(const float* x, const Activations& a, int row, int begin, int end);
+inline int act_groups(const Activations& a) { return a.kind == ActKind::kFloat ? 1 : a.cols / 32; }
 
 namespace scalar {
 void gemm(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy, int rb0,
           int rb1, uint8_t* scratch);
-void quantise(const float* x, const Activations& a, int row);
+void quantise(const float* x, const Activations& a, int row, int begin, int end);
 }  // namespace scalar
 namespace avx2 {
 void gemm(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy, int rb0,
           int rb1, uint8_t* scratch);
-void quantise(const float* x, const Activations& a, int row);
+void quantise(const float* x, const Activations& a, int row, int begin, int end);
 }  // namespace avx2
+namespace avx512 {
+void quantise(const float* x, const Activations& a, int row, int begin, int end);
+}  // namespace avx512
 namespace vnni {
 void gemm(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy, int rb0,
           int rb1, uint8_t* scratch);
 }  // namespace vnni
+namespace amx {
+ActLayout act_layout(ActKind kind, int num_rows);
+void gemm(const Weight& w, const Activations& a, const float* bias, bool accumulate, float* y, size_t ldy, int rb0,
+          int rb1, uint8_t* scratch);
+}  // namespace amx
 
 }  // namespace firstlight

@@ -119,7 +119,7 @@ void gemm(const Weight& w, const Activations& a, const float* bias, bool accumul
   }
 }
 
-void quantise(const float* x, const Activations& a, int row) {
+void quantise(const float* x, const Activations& a, int row, int begin, int end) {
   const int tile = a.tile_of(row), start = a.tile_start(tile), size = a.tile_start(tile + 1) - start, t = row - start;
   const int groups = a.cols / 32;
   const size_t base = static_cast<size_t>(start) * static_cast<size_t>(a.cols);
@@ -129,7 +129,8 @@ void quantise(const float* x, const Activations& a, int row) {
     return;
   }
   const float top = a.kind == ActKind::kInt8 ? 127.0f : 32767.0f;
-  for (int g = 0; g < groups; ++g, x += 32) {
+  x += 32 * begin;
+  for (int g = begin; g < end; ++g, x += 32) {
     float max = 0.0f;
     for (int k = 0; k < 32; ++k) max = std::fabs(x[k]) > max ? std::fabs(x[k]) : max;
     const bool is_zero = !(max >= kSmallestMax);

@@ -9,6 +9,7 @@ namespace firstlight {
 
 struct Kernels {
   const char* name;
+  ActLayoutFn act_layout;
   GemmFn gemm;
   QuantiseFn quantise;
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
@@ -21,8 +22,8 @@ struct Kernels {
   MergeFn merge_split;
 };
 
-// name: "auto", "vnni", "avx2" or "scalar". Returns nullptr when the name is unknown or the processor lacks what it
-// needs.
+// name: "auto", "amx", "vnni", "avx2" or "scalar". Returns nullptr when the name is unknown or the processor lacks what
+// it needs.
 const Kernels* find_kernels(const char* name);
 
 }  // namespace firstlight

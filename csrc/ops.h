@@ -38,5 +38,8 @@ void gated(GatedKind kind, const float* gate, const float* up, int n, float* out
 void rope(float* x, int num_heads, int head_dim, int rotary_dim, bool interleaved, const float* cos, const float* sin);
 void soft_cap(float* x, float cap, int n);
 }  // namespace avx2
+namespace avx512 {
+void gated(GatedKind kind, const float* gate, const float* up, int n, float* out);
+}  // namespace avx512
 
 }  // namespace firstlight

@@ -1,34 +1,8 @@
 // AVX2 row kernels; what is not here has only the scalar form.
-#include <immintrin.h>
-
-#include "ops.h"
-#include "vector_x86.h"
+#define FIRSTLIGHT_OPS_SET avx2
+#include "gated_x86.h"
 
 namespace firstlight::avx2 {
-namespace {
-
-template <GatedKind KIND>
-inline __m256 gate8(__m256 x) {
-  const __m256 one = _mm256_set1_ps(1.0f);
-  if constexpr (KIND == GatedKind::kSilu) {
-    return _mm256_div_ps(x, _mm256_add_ps(one, exp_all(_mm256_sub_ps(_mm256_setzero_ps(), x))));
-  } else {
-    const __m256 cubic = _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), x), x);
-    const __m256 inner = _mm256_mul_ps(_mm256_set1_ps(0.797884560802865f), _mm256_fmadd_ps(cubic, x, x));
-    return _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.5f), x), _mm256_add_ps(one, tanh_all(inner)));
-  }
-}
-
-template <GatedKind KIND>
-void gated_loop(const float* gate, const float* up, int n, float* out) {
-  int i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(gate8<KIND>(_mm256_loadu_ps(gate + i)), _mm256_loadu_ps(up + i)));
-  }
-  if (i < n) scalar::gated(KIND, gate + i, up + i, n - i, out + i);
-}
-
-}  // namespace
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
   __m256 sum = _mm256_setzero_ps();
@@ -46,17 +20,6 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
     _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + i), inv8), _mm256_loadu_ps(weight + i)));
   }
   for (; i < n; ++i) out[i] = x[i] * inv * weight[i];
-}
-
-void gated(GatedKind kind, const float* gate, const float* up, int n, float* out) {
-  switch (kind) {
-    case GatedKind::kSilu:
-      return gated_loop<GatedKind::kSilu>(gate, up, n, out);
-    case GatedKind::kGeluTanh:
-      return gated_loop<GatedKind::kGeluTanh>(gate, up, n, out);
-    default:
-      return scalar::gated(kind, gate, up, n, out);
-  }
 }
 
 void rope(float* x, int num_heads, int head_dim, int rotary_dim, bool interleaved, const float* cos, const float* sin) {

@@ -15,15 +15,16 @@ inline int sum_epi32(__m256i v) {
 
 }  // namespace
 
-void quantise(const float* x, const Activations& a, int row) {
-  if (a.kind == ActKind::kFloat) return scalar::quantise(x, a, row);
+void quantise(const float* x, const Activations& a, int row, int begin, int end) {
+  if (a.kind == ActKind::kFloat) return scalar::quantise(x, a, row, begin, end);
   const int tile = a.tile_of(row), start = a.tile_start(tile), size = a.tile_start(tile + 1) - start, t = row - start;
   const int groups = a.cols / 32;
   const size_t base = static_cast<size_t>(start) * static_cast<size_t>(a.cols);
   const bool is_int8 = a.kind == ActKind::kInt8;
   const float top = is_int8 ? 127.0f : 32767.0f;
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-  for (int g = 0; g < groups; ++g, x += 32) {
+  x += 32 * begin;
+  for (int g = begin; g < end; ++g, x += 32) {
     __m256 v[4];
     __m256 max8 = _mm256_setzero_ps();
     for (int i = 0; i < 4; ++i) {
@@ -50,9 +51,17 @@ void quantise(const float* x, const Activations& a, int row) {
                                           ones);
       a.sums[static_cast<size_t>(start * groups) + at] = d * static_cast<float>(sum_epi32(s));
     } else {
-      int16_t* out = static_cast<int16_t*>(a.q) + base + at * 32;
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), lo);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), hi);
+      auto* out = reinterpret_cast<__m256i*>(static_cast<int16_t*>(a.q) + base + at * 32);
+      if (a.layout.in_planes) {
+        const __m256i byte = _mm256_set1_epi16(255);
+        const __m256i low = _mm256_packus_epi16(_mm256_and_si256(lo, byte), _mm256_and_si256(hi, byte));
+        const __m256i high = _mm256_packs_epi16(_mm256_srai_epi16(lo, 8), _mm256_srai_epi16(hi, 8));
+        _mm256_storeu_si256(out, _mm256_permute4x64_epi64(low, 0xd8));
+        _mm256_storeu_si256(out + 1, _mm256_permute4x64_epi64(high, 0xd8));
+      } else {
+        _mm256_storeu_si256(out, lo);
+        _mm256_storeu_si256(out + 1, hi);
+      }
       float* sums = a.sums + static_cast<size_t>(start * groups) * 2 + static_cast<size_t>(g * 2 * size + t);
       sums[0] = d * static_cast<float>(sum_epi32(_mm256_madd_epi16(lo, ones)));
       sums[size] = d * static_cast<float>(sum_epi32(_mm256_madd_epi16(hi, ones)));

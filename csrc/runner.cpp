@@ -15,6 +15,8 @@ constexpr int kRowBlockPack = 4;            // row blocks that a kernel may take
 constexpr size_t kChunkBytes = 16 << 10;    // weight bytes worth taking a chunk for, when memory is the limit
 constexpr int64_t kChunkMacs = 3'000'000;   // about 30 us of arithmetic, when arithmetic is
 constexpr size_t kIdlePrefetch = 48 << 10;  // bytes of the next weight each member asks for while it waits
+constexpr int kTilesPerThread = 3;          // of activations, from which on a thread quantises a tile at once
+constexpr int kMostSlices = 4;              // into which a row is cut while every thread norms it for itself
 constexpr int kMaskWaitS = 30;              // far above what filling a mask may take
 constexpr const char* kOpNames[] = {"embed", "norm", "linear",   "rope_kv", "attention",
                                     "gated", "add",  "soft_cap", "gather",  "sample"};
@@ -147,20 +149,45 @@ size_t Runner::act_total(const Op& op, int rows) const {
   return total;
 }
 
-void Runner::quantise_row(const Op& op, int row, int slot_rows, uint8_t* memory, Member& own) {
+// The slice-th part of `slices` of one row's groups. A norm needs the whole row for any of them.
+void Runner::quantise_row(const Op& op, int row, int slot_rows, int slice, int slices, uint8_t* memory, Member& own) {
   const float* x = buffers_[static_cast<size_t>(op.a)].row(row);
   float* scratch = reinterpret_cast<float*>(own.row.data());
   if (op.input == InputKind::kNorm) {
     kernels_->rms_norm(x, constants_[static_cast<size_t>(op.b)].data(), op.eps, op.width, scratch);
     x = scratch;
   } else if (op.input == InputKind::kGated) {
-    kernels_->gated(op.gated, x, buffers_[static_cast<size_t>(op.b)].row(row), op.width, scratch);
+    const int groups = op.width / 32, from = slices == 1 ? 0 : groups * slice / slices * 32;
+    const int to = slices == 1 ? op.width : groups * (slice + 1) / slices * 32;
+    kernels_->gated(op.gated, x + from, buffers_[static_cast<size_t>(op.b)].row(row) + from, to - from, scratch + from);
     x = scratch;
   }
   for (int k = 0; k < 3; ++k) {
     if (!op.needs[k]) continue;
     const auto kind = static_cast<ActKind>(k);
-    kernels_->quantise(x, act_view(kind, slot_rows, op.width, memory + act_offset(op, kind, slot_rows)), row);
+    const Activations a = act_view(kind, kernels_->act_layout(kind, slot_rows), slot_rows, op.width,
+                                   memory + act_offset(op, kind, slot_rows));
+    const int groups = act_groups(a);
+    kernels_->quantise(x, a, row, groups * slice / slices, groups * (slice + 1) / slices);
+  }
+}
+
+// Rows of a tile share cache lines, which two threads would take from each other: a thread takes whole tiles where
+// these can be shared out evenly, else many rows, or where all rows are one tile, a slice of their groups.
+void Runner::quantise_rows(const Op& op, int rows, uint8_t* memory, Member& own) {
+  const ActKind kind = act_kind(weights_[static_cast<size_t>(op.outputs[0].weight)]);
+  const Activations a = act_view(kind, kernels_->act_layout(kind, rows), rows, op.width, memory);
+  const int num_tiles = a.num_tiles(), threads = team_->active();
+  const bool by_tile = num_tiles == threads || num_tiles >= kTilesPerThread * threads;
+  const bool by_slice = num_tiles < threads && !op.needs[static_cast<int>(ActKind::kFloat)] && threads <= kMostSlices;
+  const int units = by_slice ? threads : by_tile ? num_tiles : rows;
+  const int chunk = by_tile || by_slice ? 1 : (rows + threads - 1) / threads;
+  for (int i = take(op.first_counter, chunk); i < units; i = take(op.first_counter, chunk)) {
+    const int begin = by_tile ? a.tile_start(i) : by_slice ? 0 : i;
+    const int end = by_tile ? a.tile_start(i + 1) : by_slice ? rows : std::min(i + chunk, rows);
+    for (int r = begin; r < end; ++r) {
+      quantise_row(op, r, rows, by_slice ? i : 0, by_slice ? threads : 1, memory, own);
+    }
   }
 }
 
@@ -169,12 +196,9 @@ void Runner::linear(const Op& op, const Step& step, int member) {
   const int rows = rows_of(op.a, step);
   uint8_t* memory = rows <= kPrivateRows ? own.acts.data() : shared_acts_.data();
   if (rows <= kPrivateRows) {
-    for (int r = 0; r < rows; ++r) quantise_row(op, r, rows, memory, own);
+    for (int r = 0; r < rows; ++r) quantise_row(op, r, rows, 0, 1, memory, own);
   } else {
-    const int chunk = std::max(1, std::min(8, rows / (4 * team_->active())));
-    for (int begin = take(op.first_counter, chunk); begin < rows; begin = take(op.first_counter, chunk)) {
-      for (int r = begin; r < std::min(begin + chunk, rows); ++r) quantise_row(op, r, rows, memory, own);
-    }
+    quantise_rows(op, rows, memory, own);
     barrier(member, &op);
   }
   int total = 0;
@@ -192,7 +216,8 @@ void Runner::linear(const Op& op, const Step& step, int member) {
       const int from = std::max(begin - base, 0), to = std::min(begin + chunk - base, w.row_blocks());
       if (from < to) {
         const ActKind kind = act_kind(w);
-        const Activations acts = act_view(kind, rows, op.width, memory + act_offset(op, kind, rows));
+        const Activations acts =
+            act_view(kind, kernels_->act_layout(kind, rows), rows, op.width, memory + act_offset(op, kind, rows));
         const Buffer& out = buffers_[static_cast<size_t>(o.buffer)];
         const float* bias = o.bias >= 0 ? constants_[static_cast<size_t>(o.bias)].data() : nullptr;
         kernels_->gemm(w, acts, bias, o.accumulate, out.row(0), static_cast<size_t>(out.width), from, to,

@@ -168,7 +168,8 @@ class Runner {
 
   struct Member;  // a thread's private scratch
   void execute(int member, const Step& step);
-  void quantise_row(const Op& op, int row, int slot_rows, uint8_t* memory, Member& own);
+  void quantise_row(const Op& op, int row, int slot_rows, int slice, int slices, uint8_t* memory, Member& own);
+  void quantise_rows(const Op& op, int rows, uint8_t* memory, Member& own);
   void linear(const Op& op, const Step& step, int member);
   void rope_kv(const Op& op, const Step& step, int member);
   void attention(const Op& op, const Step& step, int member);

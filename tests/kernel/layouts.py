@@ -17,6 +17,8 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 TILE = 6
 """kTile of csrc/gemm.h."""
+AMX_TILE, AMX_FROM = 16, 6
+"""kAmxRows and kAmxFrom of csrc/gemm_amx.cpp."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +107,30 @@ class Acts:
         return self.q.astype(np.float64) * np.repeat(self.scale.astype(np.float64), 32, axis=1)
 
 
-def tiles(num_rows: int) -> list[tuple[int, int]]:
+def tiles(num_rows: int, most: int = TILE) -> list[tuple[int, int]]:
     """(first row, rows) of each tile: as few as fit, sizes differ by at most one, larger ones first."""
-    num = -(-num_rows // TILE)
+    num = -(-num_rows // most)
     sizes = [num_rows // num + (i < num_rows % num) for i in range(num)]
     return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def untile(memory: npt.NDArray[np.uint8], act: str, rows: int, cols: int) -> Acts:
+def untile(memory: npt.NDArray[np.uint8], act: str, rows: int, cols: int, *, kernels: str = "scalar") -> Acts:
+    """What a kernel set's `quantise` left in its own layout."""
+    is_amx = kernels == "amx" and rows >= AMX_FROM
     groups, size = cols // 32, {"int8": 1, "int16": 2}[act]
     parts = groups * size
     q_bytes, scale_bytes = (-(-n // 64) * 64 for n in (rows * cols * size, rows * groups * 4))
     q = memory[: rows * cols * size].view(np.int8 if act == "int8" else np.int16)
+    if is_amx and act == "int16":
+        low, high = memory[: q.nbytes].reshape(-1, 2, 32).transpose(1, 0, 2)
+        q = (high.view(np.int8).astype(np.int16) * 256 + low).reshape(-1)
     scale = memory[q_bytes : q_bytes + rows * groups * 4].view(np.float32)
     sums = memory[q_bytes + scale_bytes :][: rows * parts * 4].view(np.float32)
 
     def rows_of(flat: npt.NDArray[Any], units: int, width: int) -> npt.NDArray[Any]:
         wide = units * width
         out = np.empty((rows, wide), flat.dtype)
-        for first, count in tiles(rows):
+        for first, count in tiles(rows, AMX_TILE if is_amx else TILE):
             tile = flat[first * wide : (first + count) * wide].reshape(units, count, width)
             out[first : first + count] = tile.transpose(1, 0, 2).reshape(count, wide)
         return out
@@ -172,6 +179,7 @@ def bits(array: npt.NDArray[Any]) -> bytes:
 
 
 _NO_VNNI = pytest.mark.skipif(not has_kernels("vnni"), reason="the processor has no AVX-512 VNNI")
-_VECTOR_SETS = ["avx2", pytest.param("vnni", marks=_NO_VNNI)]
+_NO_AMX = pytest.mark.skipif(not has_kernels("amx"), reason="the processor has no AMX, or its kernel does not grant it")
+_VECTOR_SETS = ["avx2", pytest.param("vnni", marks=_NO_VNNI), pytest.param("amx", marks=_NO_AMX)]
 EVERY_VECTOR_SET = pytest.mark.parametrize("kernels", _VECTOR_SETS)
 EVERY_SET = pytest.mark.parametrize("kernels", ["scalar", *_VECTOR_SETS])

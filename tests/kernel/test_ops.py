@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.backend.cpu import _native
-from tests.kernel.layouts import F32, F64, bits
+from tests.kernel.layouts import EVERY_SET, EVERY_VECTOR_SET, F32, F64, bits
 
 SEEDS = st.integers(0, 2**32 - 1)
 BOTH = pytest.mark.parametrize("kernels", ["scalar", "avx2"])
@@ -63,13 +63,14 @@ def test_rms_norm_any_size_gives_the_scalar_bits(seed: int, size: int, eps: floa
     assert bits(rms_norm("avx2", x, weight, eps)) == bits(rms_norm("scalar", x, weight, eps))
 
 
+@EVERY_VECTOR_SET
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
 @given(seed=SEEDS, size=st.integers(1, 70))
 @settings(max_examples=40, deadline=None)
-def test_gated_any_size_gives_the_scalar_bits(kind: str, seed: int, size: int) -> None:
+def test_gated_any_size_gives_the_scalar_bits(kernels: str, kind: str, seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     gate, up = normal(rng, size), normal(rng, size)
-    assert bits(gated("avx2", kind, gate, up)) == bits(gated("scalar", kind, gate, up))
+    assert bits(gated(kernels, kind, gate, up)) == bits(gated("scalar", kind, gate, up))
 
 
 @given(seed=SEEDS, size=st.integers(1, 70), cap=st.sampled_from([0.5, 30.0, 50.0]))
@@ -94,29 +95,30 @@ def test_rope_any_part_of_a_head_gives_the_scalar_bits(
     assert bits(vector[:, rotary:]) == bits(x[:, rotary:])
 
 
+@EVERY_VECTOR_SET
 @pytest.mark.parametrize("shift", range(9))
-def test_every_op_odd_values_give_the_scalar_numbers_and_do_not_crash(shift: int) -> None:
+def test_every_op_odd_values_give_the_scalar_numbers_and_do_not_crash(kernels: str, shift: int) -> None:
     """Every odd value passes through a vector lane and through the tail."""
     x = np.roll(ODD, shift)
     up = np.full_like(x, 0.5)
     for kind in ("silu", "gelu_tanh", "gelu"):
-        assert same(gated("avx2", kind, x, up), gated("scalar", kind, x, up)), kind
-        assert same(gated("avx2", kind, up, x), gated("scalar", kind, up, x)), kind
-    assert same(soft_cap("avx2", x, 30.0), soft_cap("scalar", x, 30.0))
+        assert same(gated(kernels, kind, x, up), gated("scalar", kind, x, up)), kind
+        assert same(gated(kernels, kind, up, x), gated("scalar", kind, up, x)), kind
+    assert same(soft_cap(kernels, x, 30.0), soft_cap("scalar", x, 30.0))
     for value in ODD:
         y = np.full(19, 0.25, np.float32)
         y[shift] = value
-        assert same(rms_norm("avx2", y, y, 1e-6), rms_norm("scalar", y, y, 1e-6)), value
+        assert same(rms_norm(kernels, y, y, 1e-6), rms_norm("scalar", y, y, 1e-6)), value
         cos = np.array([value, 0.5] * 4, np.float32)
         heads = np.stack([y[:16], x[:16]])
         for style in ("half", "interleaved"):
-            assert same(rope("avx2", heads, 16, style, cos, cos), rope("scalar", heads, 16, style, cos, cos)), value
+            assert same(rope(kernels, heads, 16, style, cos, cos), rope("scalar", heads, 16, style, cos, cos)), value
 
 
 # In place
 
 
-@BOTH
+@EVERY_SET
 def test_gated_and_rms_norm_in_place_give_the_same_bits(kernels: str) -> None:
     rng = np.random.default_rng(3)
     gate, up = normal(rng, 43), normal(rng, 43)

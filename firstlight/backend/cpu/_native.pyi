@@ -112,8 +112,8 @@ def pack(
 ) -> None: ...
 def pack_floats(*, kind: str, rows: int, cols: int, values: Bytes, out: Bytes) -> None: ...
 
-# Single kernels for tests, by kernel set ("scalar", "avx2" or "vnni"); csrc/gemm.h, ops.h and attention.h say what
-# each does.
+# Single kernels for tests, by kernel set ("scalar", "avx2", "vnni" or "amx"); csrc/gemm.h, ops.h and attention.h say
+# what each does.
 # `cache` is [num_blocks, elements of a block of KvView] float16 bits.
 
 KEYS_PER_SPLIT: int

@@ -77,7 +77,7 @@ class CpuBackend:
     Args:
         model: its weights are copied into the runner's own memory. `release` drops each from the model while copying,
             so that the process never holds them twice.
-        kernels: "auto", "vnni", "avx2" or "scalar".
+        kernels: "auto", "amx", "vnni", "avx2" or "scalar".
 
     Raises:
         ConfigError: the options do not fit this machine or this model.
