@@ -51,30 +51,31 @@ struct SplitQuery {
 // Floats per row of a split's result: o[head_dim], m, l.
 inline size_t split_result_floats(int head_dim) { return static_cast<size_t>(head_dim) + 2; }
 inline size_t attention_scratch_floats(int head_dim) {
-  return static_cast<size_t>(head_dim) * (kQueryGroup + 2 * kSplit) + kQueryGroup * kSplit + 64;
+  return static_cast<size_t>(head_dim) * 2 * kSplit + kQueryGroup * kSplit + 64;
 }
 
 // Writes one token's key and value into its slot; values are clamped to finite float16.
 using KvWriteFn = void (*)(const KvView& kv, int block, int slot, const float* k, const float* v);
 // result is [num_rows, head_dim + 2]; scratch is 64-byte aligned, attention_scratch_floats long, private to the caller.
 using AttendFn = void (*)(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
-// Folds the next split into a running result of the same form (running starts with l = 0).
-using MergeFn = void (*)(float* running, const float* part, int head_dim);
+// Folds the next split of num_rows rows into a running result of the same form (running starts with l = 0).
+using MergeFn = void (*)(float* running, const float* part, int num_rows, int head_dim);
 
 namespace scalar {
 void write_kv(const KvView& kv, int block, int slot, const float* k, const float* v);
 void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
-void merge_split(float* running, const float* part, int head_dim);
+void merge_split(float* running, const float* part, int num_rows, int head_dim);
 // out[d] = o[d] / l; a row that saw no key gives 0.
 void finish(const float* running, int head_dim, float* out);
 }  // namespace scalar
 namespace avx2 {
 void write_kv(const KvView& kv, int block, int slot, const float* k, const float* v);
 void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
-void merge_split(float* running, const float* part, int head_dim);
+void merge_split(float* running, const float* part, int num_rows, int head_dim);
 }  // namespace avx2
 namespace avx512 {
 void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch);
+void merge_split(float* running, const float* part, int num_rows, int head_dim);
 }  // namespace avx512
 
 }  // namespace firstlight

@@ -1,4 +1,4 @@
-// Attention on vectors of 8, and what goes into and out of it for every vector set: KV writes and merges.
+// Attention on vectors of 8, and KV writes for every vector set.
 #define FIRSTLIGHT_ATTENTION_SET avx2
 #include "attention_x86.h"
 
@@ -19,20 +19,6 @@ void write_kv(const KvView& kv, int block, int slot, const float* k, const float
       for (int i = 0; i < 8; ++i) keys[static_cast<size_t>(d + i) * static_cast<size_t>(kv.block_size)] = column[i];
     }
   }
-}
-
-void merge_split(float* running, const float* part, int head_dim) {
-  const float part_l = part[head_dim + 1];
-  if (part_l == 0.0f || running[head_dim + 1] == 0.0f) return scalar::merge_split(running, part, head_dim);
-  const float m = running[head_dim] > part[head_dim] ? running[head_dim] : part[head_dim];
-  const float keep = scalar::exp_f32(running[head_dim] - m), add = scalar::exp_f32(part[head_dim] - m);
-  const __m256 keep8 = _mm256_set1_ps(keep), add8 = _mm256_set1_ps(add);
-  for (int d = 0; d < head_dim; d += 8) {
-    const __m256 p = _mm256_mul_ps(_mm256_loadu_ps(part + d), add8);
-    _mm256_storeu_ps(running + d, _mm256_fmadd_ps(_mm256_loadu_ps(running + d), keep8, p));
-  }
-  running[head_dim] = m;
-  running[head_dim + 1] = __builtin_fmaf(running[head_dim + 1], keep, part_l * add);
 }
 
 }  // namespace firstlight::avx2

@@ -48,7 +48,9 @@ void attend_split(const KvView& kv, const SplitQuery& query, float* result, floa
   }
 }
 
-void merge_split(float* running, const float* part, int head_dim) {
+namespace {
+
+void merge_row(float* running, const float* part, int head_dim) {
   const float part_l = part[head_dim + 1];
   if (part_l == 0.0f) return;
   if (running[head_dim + 1] == 0.0f) {
@@ -60,6 +62,13 @@ void merge_split(float* running, const float* part, int head_dim) {
   for (int d = 0; d < head_dim; ++d) running[d] = std::fmaf(running[d], keep, part[d] * add);
   running[head_dim] = m;
   running[head_dim + 1] = std::fmaf(running[head_dim + 1], keep, part_l * add);
+}
+
+}  // namespace
+
+void merge_split(float* running, const float* part, int num_rows, int head_dim) {
+  const size_t stride = split_result_floats(head_dim);
+  for (int r = 0; r < num_rows; ++r, running += stride, part += stride) merge_row(running, part, head_dim);
 }
 
 void finish(const float* running, int head_dim, float* out) {

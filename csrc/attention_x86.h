@@ -3,6 +3,8 @@
 // horizontal sum; values lie token-major, so lanes are dimensions. Many query rows share one conversion of the split.
 #pragma once
 
+#include <cstring>
+
 #include "attention.h"
 #include "vector_x86.h"
 
@@ -27,9 +29,9 @@ struct Chunk {
   Ahead ahead;
 };
 
-// Scores of R rows against the keys of C chunks; qt is [head_dim][R].
+// Scores of R rows against the keys of C chunks; q is [R][head_dim].
 template <int R, int C, bool PREFETCH, typename T>
-inline void score(const Chunk<T>* chunks, size_t stride, const float* qt, int dim, float* s) {
+inline void score(const Chunk<T>* chunks, size_t stride, const float* q, int dim, float* s) {
   constexpr int kPer = kChunk / kLanes, N = C * kPer;
   Floats acc[R * N];
 #pragma GCC unroll 16
@@ -44,15 +46,15 @@ inline void score(const Chunk<T>* chunks, size_t stride, const float* qt, int di
       }
     }
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i, offset += stride, qt += R) {
+    for (int i = 0; i < 2; ++i, offset += stride) {
       Floats k[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) k[n] = load(chunks[n / kPer].keys + offset + n % kPer * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const Floats q = all(qt[r]);
+        const Floats x = all(q[r * dim + d + i]);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r * N + n] = fmadd(q, k[n], acc[r * N + n]);
+        for (int n = 0; n < N; ++n) acc[r * N + n] = fmadd(x, k[n], acc[r * N + n]);
       }
     }
   }
@@ -99,33 +101,40 @@ inline void weigh_all(const T* v, int keys, int dim, const float* p, float* o, s
   for (; d < dim; d += kLanes) weigh<R, 1>(v + d, keys, stride, p, o + d, o_stride);
 }
 
-// Turns one row's scores of `num` keys (a multiple of 16) into weights in place. Returns through m and l.
-inline void softmax_row(float* s, int num, int low, int high, float soft_cap, float* m, float* l) {
+// Masks one row's scores of `num` keys (a multiple of 16) in place. Returns the largest visible one.
+inline float mask_row(float* s, int num, int low, int high, float soft_cap) {
   const Floats lowest = all(-__builtin_inff());
   Floats most = lowest;
   for (int i = 0; i < num; i += kLanes) {
     Floats v = load(s + i);
     if (soft_cap > 0.0f) v = mul(all(soft_cap), tanh_all(div(v, all(soft_cap))));
     if (i < low || i + kLanes > high) v = select(between(i, low, high), v, lowest);
-    store(s + i, v);
+    if (soft_cap > 0.0f || i < low || i + kLanes > high) store(s + i, v);
     most = max(v, most);
   }
-  *m = lane_max8(max_in_eight(most));
-  const Floats m_all = all(*m);
-  __m256 sum = _mm256_setzero_ps();
-  for (int i = 0; i < num; i += kLanes) {
-    const Floats p = exp_all(sub(load(s + i), m_all));
-    store(s + i, p);
-    sum = add_in_eight(sum, p);
+  return lane_max8(max_in_eight(most));
+}
+
+// Turns masked scores of R rows into weights in place: exp(s - m). The rows go side by side, so that one's long chain
+// of operations is hidden behind the others'. l[r] is the sum of a row's weights.
+template <int R>
+inline void weights_of(float* s, int num, const float* m, float* l) {
+  __m256 sum[R];
+  repeat<R>([&]<int I>() __attribute__((always_inline)) { sum[I] = _mm256_setzero_ps(); });
+  for (int i = 0; i < num; i += kLanes, s += kLanes) {
+    repeat<R>([&]<int I>() __attribute__((always_inline)) {
+      const Floats p = exp_of_negative(sub(load(s + I * kSplit), all(m[I])));
+      store(s + I * kSplit, p);
+      sum[I] = add_in_eight(sum[I], p);
+    });
   }
-  *l = lane_sum8(sum);
+  repeat<R>([&]<int I>() __attribute__((always_inline)) { l[I] = lane_sum8(sum[I]); });
 }
 
 struct Split {
   const KvView& kv;
   const SplitQuery& query;
   int begin;
-  float* qt;
   float* scores;
   float* keys32;    // [chunk][head_dim][16] when converted
   float* values32;  // [key][head_dim]
@@ -143,14 +152,14 @@ inline Ahead ahead_of(const Split& s, int key, int num) {
 }
 
 template <int R, int C, bool CONVERTED>
-inline void score_chunks(const Split& s, int key, int num) {
+inline void score_chunks(const Split& s, const float* q, int key, int num) {
   const int dim = s.kv.head_dim, block_size = s.kv.block_size;
   if constexpr (CONVERTED) {
     Chunk<float> chunks[C];
     for (int c = 0; c < C; ++c) {
       chunks[c] = {s.keys32 + static_cast<size_t>(key + c * kChunk) * static_cast<size_t>(dim), Ahead{}};
     }
-    score<R, C, false>(chunks, kChunk, s.qt, dim, s.scores + key);
+    score<R, C, false>(chunks, kChunk, q, dim, s.scores + key);
   } else {
     Chunk<uint16_t> chunks[C];
     for (int c = 0; c < C; ++c) {
@@ -158,7 +167,7 @@ inline void score_chunks(const Split& s, int key, int num) {
       chunks[c] = {s.kv.keys(s.query.block_table[at / block_size], s.query.kv_head) + at % block_size,
                    ahead_of(s, key + c * kChunk, num)};
     }
-    score<R, C, true>(chunks, static_cast<size_t>(block_size), s.qt, dim, s.scores + key);
+    score<R, C, true>(chunks, static_cast<size_t>(block_size), q, dim, s.scores + key);
   }
 }
 
@@ -171,9 +180,7 @@ void attend_rows(const Split& s, int row, float* result) {
     const int limit = s.query.limit[row + r] - s.begin, first = s.query.first[row + r] - s.begin;
     high = limit > high ? limit : high;
     low = first < low ? first : low;
-    const float* q = s.query.q + static_cast<size_t>(row + r) * static_cast<size_t>(dim);
     float* o = result + static_cast<size_t>(row + r) * out_stride;
-    for (int d = 0; d < dim; ++d) s.qt[d * R + r] = q[d];
     for (int d = 0; d < dim; ++d) o[d] = 0.0f;
   }
   high = high < kSplit ? high : kSplit;
@@ -190,13 +197,20 @@ void attend_rows(const Split& s, int row, float* result) {
   for (int key = 0; key < low; key += kLanes) {
     for (int r = 0; r < R; ++r) store(s.scores + r * kSplit + key, zeros());
   }
+  const float* q = s.query.q + static_cast<size_t>(row) * static_cast<size_t>(dim);
   int key = low;
-  for (; key + kChunks * kChunk <= num; key += kChunks * kChunk) score_chunks<R, kChunks, CONVERTED>(s, key, num);
-  for (; key < num; key += kChunk) score_chunks<R, 1, CONVERTED>(s, key, num);
+  for (; key + kChunks * kChunk <= num; key += kChunks * kChunk) score_chunks<R, kChunks, CONVERTED>(s, q, key, num);
+  for (; key < num; key += kChunk) score_chunks<R, 1, CONVERTED>(s, q, key, num);
+  float m[R], l[R];
+  for (int r = 0; r < R; ++r) {
+    m[r] = mask_row(s.scores + r * kSplit, num, s.query.first[row + r] - s.begin, s.query.limit[row + r] - s.begin,
+                    s.query.soft_cap);
+  }
+  weights_of<R>(s.scores, num, m, l);
   for (int r = 0; r < R; ++r) {
     float* tail = o + static_cast<size_t>(r) * out_stride + static_cast<size_t>(dim);
-    softmax_row(s.scores + r * kSplit, num, s.query.first[row + r] - s.begin, s.query.limit[row + r] - s.begin,
-                s.query.soft_cap, tail, tail + 1);
+    tail[0] = m[r];
+    tail[1] = l[r];
   }
   // Keys before `low` have weight 0 and are skipped: adding 0 * v changes nothing.
   if constexpr (CONVERTED) {
@@ -243,18 +257,29 @@ void attend_groups(const Split& s, float* result) {
   }
 }
 
+// While one chunk is converted the next one is asked for: blocks lie scattered.
 void convert_split(const Split& s, int num_keys) {
   const int dim = s.kv.head_dim, block_size = s.kv.block_size;
+  const auto keys_at = [&](int at) {
+    return s.kv.keys(s.query.block_table[at / block_size], s.query.kv_head) + at % block_size;
+  };
+  const auto values_at = [&](int at) {
+    return s.kv.values(s.query.block_table[at / block_size], s.query.kv_head) +
+           static_cast<size_t>(at % block_size) * static_cast<size_t>(dim);
+  };
   for (int key = 0; key < num_keys; key += kChunk) {
-    const int at = s.begin + key, block = s.query.block_table[at / block_size], slot = at % block_size;
-    const uint16_t* k = s.kv.keys(block, s.query.kv_head) + slot;
-    const uint16_t* v = s.kv.values(block, s.query.kv_head) + static_cast<size_t>(slot) * static_cast<size_t>(dim);
+    const int at = s.begin + key, next = key + kChunk < num_keys ? at + kChunk : at;
+    const uint16_t *k = keys_at(at), *v = values_at(at), *next_k = keys_at(next), *next_v = values_at(next);
     float* k32 = s.keys32 + static_cast<size_t>(key) * static_cast<size_t>(dim);
     float* v32 = s.values32 + static_cast<size_t>(key) * static_cast<size_t>(dim);
-    for (int d = 0; d < dim; ++d, k += block_size, k32 += kChunk) {
+    for (int d = 0; d < dim; ++d, k += block_size, next_k += block_size, k32 += kChunk) {
+      _mm_prefetch(reinterpret_cast<const char*>(next_k), _MM_HINT_T0);
       for (int i = 0; i < kChunk; i += kLanes) store(k32 + i, load(k + i));
     }
-    for (int i = 0; i < kChunk * dim; i += kLanes) store(v32 + i, load(v + i));
+    for (int i = 0; i < kChunk * dim; i += 32) {  // a line
+      _mm_prefetch(reinterpret_cast<const char*>(next_v + i), _MM_HINT_T0);
+      for (int n = 0; n < 32; n += kLanes) store(v32 + i + n, load(v + i + n));
+    }
   }
 }
 
@@ -262,15 +287,46 @@ void convert_split(const Split& s, int num_keys) {
 
 void attend_split(const KvView& kv, const SplitQuery& query, float* result, float* scratch) {
   const size_t dim = static_cast<size_t>(kv.head_dim);
-  Split s{kv, query, query.split * kSplit, nullptr, scratch, nullptr, nullptr};
+  Split s{kv, query, query.split * kSplit, scratch, nullptr, nullptr};
   s.keys32 = s.scores + kQueryGroup * kSplit;
   s.values32 = s.keys32 + kSplit * dim;
-  s.qt = s.values32 + kSplit * dim;
   if (query.num_rows < kConvertRows) return attend_groups<false>(s, result);
   int high = 0;
   for (int r = 0; r < query.num_rows; ++r) high = query.limit[r] - s.begin > high ? query.limit[r] - s.begin : high;
   convert_split(s, high < kSplit ? high : kSplit);
   attend_groups<true>(s, result);
+}
+
+// The factors of many rows at once, then row by row.
+void merge_split(float* running, const float* part, int num_rows, int head_dim) {
+  const size_t stride = split_result_floats(head_dim), at_m = static_cast<size_t>(head_dim), at_l = at_m + 1;
+  for (int begin = 0; begin < num_rows; begin += kLanes, running += kLanes * stride, part += kLanes * stride) {
+    const size_t rows = static_cast<size_t>(num_rows - begin < kLanes ? num_rows - begin : kLanes);
+    alignas(64) float m[kLanes] = {}, part_m[kLanes] = {}, keep[kLanes], add[kLanes];
+    for (size_t r = 0; r < rows; ++r) {
+      m[r] = running[r * stride + at_m];
+      part_m[r] = part[r * stride + at_m];
+    }
+    const Floats most = max(load(m), load(part_m));
+    store(keep, exp_all(sub(load(m), most)));
+    store(add, exp_all(sub(load(part_m), most)));
+    store(m, most);
+    for (size_t r = 0; r < rows; ++r) {
+      float* into = running + r * stride;
+      const float* from = part + r * stride;
+      if (from[at_l] == 0.0f) continue;
+      if (into[at_l] == 0.0f) {
+        std::memcpy(into, from, stride * sizeof(float));
+        continue;
+      }
+      const Floats keep_all = all(keep[r]), add_all = all(add[r]);
+      for (size_t d = 0; d < at_m; d += kLanes) {
+        store(into + d, fmadd(load(into + d), keep_all, mul(load(from + d), add_all)));
+      }
+      into[at_m] = m[r];
+      into[at_l] = __builtin_fmaf(into[at_l], keep[r], from[at_l] * add[r]);
+    }
+  }
 }
 
 }  // namespace firstlight::FIRSTLIGHT_ATTENTION_SET

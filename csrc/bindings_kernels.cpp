@@ -190,10 +190,13 @@ void attend(const std::string& kernels, In<uint16_t, 2> cache, int num_kv_heads,
   set.attend_split(kv, query, result.data(), reinterpret_cast<float*>(scratch.get()));
 }
 
-void merge(const std::string& kernels, Out<float, 1> running, In<float, 1> part) {
-  if (running.shape(0) < 18 || running.shape(0) % 16 != 2) refuse("`running` must be head_dim + 2 long");
-  need("part", part.shape(0), running.shape(0));
-  named(kernels).merge_split(running.data(), part.data(), static_cast<int>(running.shape(0)) - 2);
+void merge(const std::string& kernels, Out<float, 2> running, In<float, 2> part) {
+  const size_t floats = running.shape(1);
+  if (floats < 18 || floats % 16 != 2) refuse("a row of `running` must be head_dim + 2 long");
+  need("`part`'s rows", part.shape(0), running.shape(0));
+  need("a row of `part`", part.shape(1), floats);
+  named(kernels).merge_split(running.data(), part.data(), static_cast<int>(running.shape(0)),
+                             static_cast<int>(floats) - 2);
 }
 
 void finish(In<float, 1> running, Out<float, 1> out) {

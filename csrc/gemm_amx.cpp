@@ -11,9 +11,9 @@
 #define FIRSTLIGHT_GEMM_SET amx
 #define FIRSTLIGHT_VNNI
 #include <algorithm>
-#include <utility>
 
 #include "gemm_wide.h"
+#include "vector_x86.h"
 
 namespace firstlight::amx {
 namespace {
@@ -228,21 +228,13 @@ struct Byte {
   }
 };
 
-// Calls f.template operator()<I>() for I from 0 to N - 1: with constant indices the accumulators stay in registers.
-template <size_t... I, typename F>
-__attribute__((always_inline)) inline void repeat(std::index_sequence<I...>, const F& f) {
-  (f.template operator()<static_cast<int>(I)>(), ...);
-}
-
 // A pack times one tile of at most T rows. What rows past the tile's last one give is never stored.
 template <class K, int T, bool UNPACK>
 void tile_of_rows(const Pack& p, const Rows& a, int groups, TileSums* sums, AheadOf& ahead, const Output& o,
                   int first_row, int rb) {
-  constexpr std::make_index_sequence<T> kAll;
-  constexpr std::make_index_sequence<T / 2> kHalfOfThem;
   const int steps = groups * K::kStepsPerGroup, count = a.count;
   __m512 acc[T];
-  repeat(kAll, [&]<int I>() __attribute__((always_inline)) { acc[I] = _mm512_setzero_ps(); });
+  repeat<T>([&]<int I>() __attribute__((always_inline)) { acc[I] = _mm512_setzero_ps(); });
 
   const uint8_t *q = a.q, *codes = p.unpacked;  // of the next product
   const uint8_t* scaled = p.unpacked;           // of the step whose sums are scaled
@@ -265,9 +257,9 @@ void tile_of_rows(const Pack& p, const Rows& a, int groups, TileSums* sums, Ahea
     const auto add = [&]<int R>() __attribute__((always_inline)) {
       acc[R] = K::template add_row<P>(acc[R], s + R * 16, scales, row_scale + R, row_sum + R, count);
     };
-    repeat(kHalfOfThem, [&]<int I>() __attribute__((always_inline)) { add.template operator()<I>(); });
+    repeat<T / 2>([&]<int I>() __attribute__((always_inline)) { add.template operator()<I>(); });
     if (i + 1 < steps) K::template store<1 - P>(sums + (1 - P) * K::kSumTiles);
-    repeat(kHalfOfThem, [&]<int I>() __attribute__((always_inline)) { add.template operator()<T / 2 + I>(); });
+    repeat<T / 2>([&]<int I>() __attribute__((always_inline)) { add.template operator()<T / 2 + I>(); });
     if constexpr (P == 1 || K::kStepsPerGroup == 1) {
       scaled += K::kUnpacked;
       row_scale += count;
@@ -285,7 +277,7 @@ void tile_of_rows(const Pack& p, const Rows& a, int groups, TileSums* sums, Ahea
     if (i + 1 < steps) step.template operator()<1>(i + 1);
   }
   float* y = o.y + static_cast<size_t>(first_row) * o.ldy;
-  repeat(kAll, [&]<int I>() __attribute__((always_inline)) {
+  repeat<T>([&]<int I>() __attribute__((always_inline)) {
     if (I < count) store_outputs_wide(acc[I], o.bias, o.accumulate, y + static_cast<size_t>(I) * o.ldy, rb * 8, o.rows);
   });
 }

@@ -23,9 +23,9 @@ const Kernels* avx2_kernels() {
 }
 
 // What takes little time is AVX2's.
-constexpr Kernels kVnni{"vnni",         narrow_layout,        vnni::gemm,       avx512::quantise,
-                        avx2::rms_norm, avx512::gated,        avx2::rope,       avx2::soft_cap,
-                        avx2::write_kv, avx512::attend_split, avx2::merge_split};
+constexpr Kernels kVnni{"vnni",         narrow_layout,        vnni::gemm,         avx512::quantise,
+                        avx2::rms_norm, avx512::gated,        avx2::rope,         avx2::soft_cap,
+                        avx2::write_kv, avx512::attend_split, avx512::merge_split};
 
 const Kernels* vnni_kernels() {
   const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -34,9 +34,9 @@ const Kernels* vnni_kernels() {
   return can && avx2_kernels() ? &kVnni : nullptr;
 }
 
-constexpr Kernels kAmx{"amx",          amx::act_layout,      amx::gemm,        avx512::quantise,
-                       avx2::rms_norm, avx512::gated,        avx2::rope,       avx2::soft_cap,
-                       avx2::write_kv, avx512::attend_split, avx2::merge_split};
+constexpr Kernels kAmx{"amx",          amx::act_layout,      amx::gemm,          avx512::quantise,
+                       avx2::rms_norm, avx512::gated,        avx2::rope,         avx2::soft_cap,
+                       avx2::write_kv, avx512::attend_split, avx512::merge_split};
 
 // Linux gives a process the tiles on request. Source: its Documentation/arch/x86/xstate.rst.
 bool may_use_tiles() {

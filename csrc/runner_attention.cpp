@@ -143,12 +143,7 @@ void Runner::attend_unit(const Op& op, const Step& step, const AttentionUnit& un
     for (int i = 0; i < queries; ++i)
       running[static_cast<size_t>(i) * result_floats + static_cast<size_t>(dim) + 1] = 0.0f;
   };
-  const auto merge = [&](const float* part) {
-    for (int i = 0; i < queries; ++i) {
-      kernels_->merge_split(running + static_cast<size_t>(i) * result_floats,
-                            part + static_cast<size_t>(i) * result_floats, dim);
-    }
-  };
+  const auto merge = [&](const float* part) { kernels_->merge_split(running, part, queries, dim); };
   if (unit.split < 0) {
     float* part = reinterpret_cast<float*>(own.part.data());
     clear_running();

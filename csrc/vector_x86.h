@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "math_scalar.h"
 
@@ -33,10 +34,10 @@ inline Floats fmadd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b,
 inline Floats fnmadd(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Floats rounded(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// x * 2^n for whole n.
-inline Floats times_power(Floats x, Floats n) {
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
+// x * 2^n where the mask says, else 0; the low bits of `shifted` are n.
+inline Floats times_power_where(Mask mask, Floats x, Floats shifted) {
+  const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(mask, _mm512_castps_si512(x), power));
 }
 inline Mask at_least(Floats x, Floats limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ); }
 // Lanes whose index, counted from `at`, lies in [low, high).
@@ -73,10 +74,10 @@ inline Floats fmadd(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b,
 inline Floats fnmadd(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
 inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats rounded(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// x * 2^n for whole n.
-inline Floats times_power(Floats x, Floats n) {
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+// x * 2^n where the mask says, else 0; the low bits of `shifted` are n.
+inline Floats times_power_where(Mask mask, Floats x, Floats shifted) {
+  const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_and_ps(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), power)), mask);
 }
 inline Mask at_least(Floats x, Floats limit) { return _mm256_cmp_ps(x, limit, _CMP_GE_OQ); }
 // Lanes whose index, counted from `at`, lies in [low, high).
@@ -93,17 +94,33 @@ inline __m256 max_in_eight(Floats v) { return v; }
 
 constexpr int kLanes = sizeof(Floats) / sizeof(float);
 
-inline Floats exp_all(Floats x) {
-  const Mask valid = at_least(x, all(scalar::kExpLowest));
-  x = min(x, all(scalar::kExpHighest));
-  const Floats n = rounded(mul(x, all(scalar::kLog2e)));
+template <size_t... I, typename F>
+__attribute__((always_inline)) inline void repeat_for(std::index_sequence<I...>, const F& f) {
+  (f.template operator()<static_cast<int>(I)>(), ...);
+}
+// Calls f.template operator()<I>() for I from 0 to N - 1: with constant indices an array of vectors stays in registers,
+// where a loop that is unrolled late may leave it in memory.
+template <int N, typename F>
+__attribute__((always_inline)) inline void repeat(const F& f) {
+  repeat_for(std::make_index_sequence<N>{}, f);
+}
+
+// exp of x <= 88 where `valid`, else 0. Adding 1.5 * 2^23 rounds to a whole number, which then stands in the sum's low
+// bits.
+inline Floats exp_within(Mask valid, Floats x) {
+  const Floats shifted = add(mul(x, all(scalar::kLog2e)), all(12582912.0f));
+  const Floats n = sub(shifted, all(12582912.0f));
   Floats r = fnmadd(n, all(scalar::kLn2Hi), x);
   r = fnmadd(n, all(scalar::kLn2Lo), r);
   Floats p = all(scalar::kExpPoly[6]);
 #pragma GCC unroll 6
   for (int i = 5; i >= 0; --i) p = fmadd(p, r, all(scalar::kExpPoly[i]));
-  return select(valid, times_power(p, n), zeros());
+  return times_power_where(valid, p, shifted);
 }
+inline Floats exp_all(Floats x) {
+  return exp_within(at_least(x, all(scalar::kExpLowest)), min(x, all(scalar::kExpHighest)));
+}
+inline Floats exp_of_negative(Floats x) { return exp_within(at_least(x, all(scalar::kExpLowest)), x); }
 
 inline Floats tanh_all(Floats x) { return sub(all(1.0f), div(all(2.0f), add(exp_all(add(x, x)), all(1.0f)))); }
 

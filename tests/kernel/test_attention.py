@@ -78,8 +78,7 @@ def attend(
     out = np.full_like(q, np.nan)
     for split in range(-(-int(limit.max()) // SPLIT)):
         part = attend_split(kernels, kv, q, first, limit, head=head, split=split, cap=cap)
-        for row in range(len(q)):
-            _native.kernel_merge(kernels, running[row], part[row])
+        _native.kernel_merge(kernels, running, part)
     for row in range(len(q)):
         _native.kernel_finish(running[row], out[row])
     return out, running
@@ -246,7 +245,7 @@ def test_merge_folds_splits_in_the_stated_order(kernels: str) -> None:
     running[33] = 0.0
     wide = None
     for part in (empty, parts[0], empty, parts[1], parts[2], empty, parts[3]):
-        _native.kernel_merge(kernels, running, part)
+        _native.kernel_merge(kernels, running[None], part[None])
     for part in parts.astype(np.float64):
         if wide is None:
             wide = part
@@ -261,17 +260,20 @@ def test_merge_folds_splits_in_the_stated_order(kernels: str) -> None:
     assert bits(out) == bits(running[:32] * (np.float32(1) / running[33]) + np.float32(0))
 
 
-@given(seed=SEEDS, dim=st.sampled_from([16, 64, 80]), gap=st.floats(-200, 200))
+@EVERY_VECTOR_SET
+@given(seed=SEEDS, rows=st.integers(1, 40), dim=st.sampled_from([16, 64, 80]), spread=st.sampled_from([0, 3, 200]))
 @settings(max_examples=40, deadline=None)
-def test_merge_any_parts_give_the_scalar_bits(seed: int, dim: int, gap: float) -> None:
+def test_merge_any_parts_give_the_scalar_bits(kernels: str, seed: int, rows: int, dim: int, spread: int) -> None:
     rng = np.random.default_rng(seed)
-    running, part = rng.standard_normal((2, dim + 2)).astype(np.float32)
-    part[dim] += np.float32(gap)
-    running[dim + 1], part[dim + 1] = rng.choice([0.0, 0.5, 30.0], 2)
+    running, part = rng.standard_normal((2, rows, dim + 2)).astype(np.float32)
+    part[:, dim] += rng.uniform(-spread, spread, rows).astype(np.float32)
+    for side in (running, part):
+        side[:, dim + 1] = rng.choice([0.0, 0.5, 30.0], rows)
+        side[side[:, dim + 1] == 0, dim] = -np.inf
     results = []
-    for kernels in ("scalar", "avx2"):
+    for each in ("scalar", kernels):
         results.append(running.copy())
-        _native.kernel_merge(kernels, results[-1], part)
+        _native.kernel_merge(each, results[-1], part)
     assert bits(results[0]) == bits(results[1])
 
 
