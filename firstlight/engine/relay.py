@@ -34,7 +34,8 @@ class LoopRelay:
         self._is_closed = False
         self._read_fd, self._write_fd = _wake_up_line()
         for fd in {self._read_fd, self._write_fd}:  # not in `close`: somebody may still be about to write
-            weakref.finalize(self, os.close, fd)
+            # Nor at exit, where a loop may still be about to read: the system closes them.
+            weakref.finalize(self, os.close, fd).atexit = False
         self._write = ctypes.PyDLL(None).write  # PyDLL calls with the lock held
         loop.add_reader(self._read_fd, self._take)
 

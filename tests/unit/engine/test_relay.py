@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 from firstlight.engine.relay import LoopRelay
@@ -51,3 +53,16 @@ def test_relay_that_closes_delivers_what_was_put_before_and_nothing_later() -> N
         assert got == ["1"]
 
     asyncio.run(story())
+
+
+def test_relay_can_be_read_until_the_program_is_gone() -> None:
+    """A loop in a thread may run its last callbacks after everything registered for the end of the program has run."""
+    lines = [
+        "import asyncio, atexit",
+        "relay = None",
+        "atexit.register(lambda: (relay.put([]), relay._take(), print('read')))  # first in, last out",
+        "from firstlight.engine.relay import LoopRelay",
+        "relay = LoopRelay(asyncio.new_event_loop(), lambda events: None)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("read\n", 0), done.stderr
