@@ -49,12 +49,13 @@ struct Activations {
   ActKind kind = ActKind::kInt8;
   ActLayout layout = {};
   int num_rows = 0;
+  int tiles = 0;
   int cols = 0;
   void* q = nullptr;
   float* scale = nullptr;
   float* sums = nullptr;
 
-  int num_tiles() const { return (num_rows + layout.tile_rows - 1) / layout.tile_rows; }
+  int num_tiles() const { return tiles; }
   int tile_start(int tile) const {
     const int n = num_tiles(), base = num_rows / n, extra = num_rows % n;
     return tile * base + (tile < extra ? tile : extra);
@@ -85,6 +86,7 @@ inline Activations act_view(ActKind kind, ActLayout layout, int num_rows, int co
   a.kind = kind;
   a.layout = layout;
   a.num_rows = num_rows;
+  a.tiles = (num_rows + layout.tile_rows - 1) / layout.tile_rows;
   a.cols = cols;
   char* p = static_cast<char*>(memory);
   a.q = p;
@@ -94,6 +96,20 @@ inline Activations act_view(ActKind kind, ActLayout layout, int num_rows, int co
     a.sums = reinterpret_cast<float*>(p + round64(rows * groups * 4));
   }
   return a;
+}
+
+// Tiles [begin, end) of some activations, as activations of their own.
+inline Activations tiles_of(const Activations& a, int begin, int end) {
+  const size_t before = static_cast<size_t>(a.tile_start(begin)), groups = static_cast<size_t>(a.cols) / 32;
+  Activations part = a;
+  part.num_rows = a.tile_start(end) - a.tile_start(begin);
+  part.tiles = end - begin;
+  part.q = static_cast<char*>(a.q) + before * static_cast<size_t>(a.cols) * act_element_bytes(a.kind);
+  if (a.kind != ActKind::kFloat) {
+    part.scale = a.scale + before * groups;
+    part.sums = a.sums + before * groups * (a.kind == ActKind::kInt16 ? 2 : 1);
+  }
+  return part;
 }
 
 // Scratch one thread needs for gemm: up to four row blocks unpacked.

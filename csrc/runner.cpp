@@ -15,6 +15,7 @@ constexpr int kRowBlockPack = 4;            // row blocks that a kernel may take
 constexpr size_t kChunkBytes = 16 << 10;    // weight bytes worth taking a chunk for, when memory is the limit
 constexpr int64_t kChunkMacs = 3'000'000;   // about 30 us of arithmetic, when arithmetic is
 constexpr size_t kIdlePrefetch = 48 << 10;  // bytes of the next weight each member asks for while it waits
+constexpr int kTilesPerPart = 3;            // of activations, from which on a thread multiplies a part of the rows
 constexpr int kTilesPerThread = 3;          // of activations, from which on a thread quantises a tile at once
 constexpr int kMostSlices = 4;              // into which a row is cut while every thread norms it for itself
 constexpr int kMaskWaitS = 30;              // far above what filling a mask may take
@@ -35,7 +36,9 @@ int highest_block(const Step& step, int block_size) {
 }  // namespace
 
 void Runner::run(const Step& step) {
-  for (int i = 0; i < num_counters_; ++i) counters_[static_cast<size_t>(i)].value.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < kCounterSets * team_->size(); ++i)
+    counters_[static_cast<size_t>(i)].value.store(0, std::memory_order_relaxed);
+  for (auto& member : members_) member->phase = 0;
   plan_attention(step);
   kv_ahead_->will_write(static_cast<size_t>(highest_block(step, config_.block_size)));
   if (is_tracing_) std::fill(std::begin(op_seconds_), std::end(op_seconds_), 0.0);
@@ -46,12 +49,52 @@ void Runner::run(const Step& step) {
   }
 }
 
+bool Runner::take(Member& own, int units, int chunk, Share* share) {
+  const int parts = team_->active(), chunks = (units + chunk - 1) / chunk;
+  for (int i = 0; i < parts; ++i) {
+    const int part = (own.index + i) % parts;
+    const int first = chunks * part / parts, last = chunks * (part + 1) / parts;
+    if (first + taken(own.phase, part).load(std::memory_order_relaxed) >= last) continue;
+    const int at = first + taken(own.phase, part).fetch_add(1, std::memory_order_relaxed);
+    if (at >= last) continue;
+    *share = {at * chunk, std::min(units, (at + 1) * chunk)};
+    return true;
+  }
+  return false;
+}
+
+bool Runner::take_next(const Member& own, int units, int chunk, Share* share) {
+  const int begin = taken(own.phase, 0).fetch_add(chunk, std::memory_order_relaxed);
+  *share = {begin, std::min(units, begin + chunk)};
+  return begin < units;
+}
+
 void Runner::barrier(int member, const Op* next) {
-  if (next == nullptr || next->kind != OpKind::kLinear) return team_->barrier(member);
-  const Weight& w = weights_[static_cast<size_t>(next->outputs[0].weight)];
-  const size_t begin = std::min(static_cast<size_t>(member) * kIdlePrefetch, w.total_bytes());
-  const char* p = reinterpret_cast<const char*>(w.data) + begin;
-  const char* end = reinterpret_cast<const char*>(w.data) + std::min(begin + kIdlePrefetch, w.total_bytes());
+  if (next != nullptr && next->kind == OpKind::kLinear) {
+    prefetch_next(member, next);
+  } else {
+    team_->barrier(member);
+  }
+  Member& own = *members_[static_cast<size_t>(member)];
+  ++own.phase;
+  if (member != 0) return;
+  for (int part = 0; part < team_->size(); ++part) taken(own.phase + 2, part).store(0, std::memory_order_relaxed);
+}
+
+// Waits at the barrier, and meanwhile asks for the first bytes of this member's part of the next weights.
+void Runner::prefetch_next(int member, const Op* next) {
+  int total = 0;
+  for (const auto& o : next->outputs) total += weights_[static_cast<size_t>(o.weight)].row_blocks();
+  int row_block = total * member / team_->active();
+  const Weight* w = nullptr;
+  for (const auto& o : next->outputs) {
+    w = &weights_[static_cast<size_t>(o.weight)];
+    if (row_block < w->row_blocks()) break;
+    row_block -= w->row_blocks();
+  }
+  const size_t begin = std::min(static_cast<size_t>(row_block) * w->row_block_bytes(), w->total_bytes());
+  const char* p = reinterpret_cast<const char*>(w->data) + begin;
+  const char* end = p + std::min(kIdlePrefetch, w->total_bytes() - begin);
   team_->barrier(member, [&] {
     for (int i = 0; i < 2 && p < end; ++i, p += 64) __builtin_prefetch(p, 0, 2);
   });
@@ -90,12 +133,12 @@ void Runner::execute(int member, const Step& step) {
 
 // Ops whose rows are independent and cheap: rows are taken a few at a time.
 void Runner::rows_in_parallel(const Op& op, const Step& step, int member) {
-  (void)member;
+  Member& own = *members_[static_cast<size_t>(member)];
   const int rows = op.kind == OpKind::kGather ? step.num_samples : rows_of(op.a, step);
   constexpr int kChunk = 4;
   const auto row_of = [this](int buffer, int r) { return buffers_[static_cast<size_t>(buffer)].row(r); };
-  for (int begin = take(op.first_counter, kChunk); begin < rows; begin = take(op.first_counter, kChunk)) {
-    for (int r = begin; r < std::min(begin + kChunk, rows); ++r) {
+  for (Share share; take(own, rows, kChunk, &share);) {
+    for (int r = share.begin; r < share.end; ++r) {
       switch (op.kind) {
         case OpKind::kEmbed: {
           const Weight& w = weights_[static_cast<size_t>(op.weight)];
@@ -182,11 +225,11 @@ void Runner::quantise_rows(const Op& op, int rows, uint8_t* memory, Member& own)
   const bool by_slice = num_tiles < threads && !op.needs[static_cast<int>(ActKind::kFloat)] && threads <= kMostSlices;
   const int units = by_slice ? threads : by_tile ? num_tiles : rows;
   const int chunk = by_tile || by_slice ? 1 : (rows + threads - 1) / threads;
-  for (int i = take(op.first_counter, chunk); i < units; i = take(op.first_counter, chunk)) {
-    const int begin = by_tile ? a.tile_start(i) : by_slice ? 0 : i;
-    const int end = by_tile ? a.tile_start(i + 1) : by_slice ? rows : std::min(i + chunk, rows);
+  for (Share share; take(own, units, chunk, &share);) {
+    const int begin = by_slice ? 0 : by_tile ? a.tile_start(share.begin) : share.begin;
+    const int end = by_slice ? rows : by_tile ? a.tile_start(share.end) : share.end;
     for (int r = begin; r < end; ++r) {
-      quantise_row(op, r, rows, by_slice ? i : 0, by_slice ? threads : 1, memory, own);
+      quantise_row(op, r, rows, by_slice ? share.begin : 0, by_slice ? threads : 1, memory, own);
     }
   }
 }
@@ -204,37 +247,61 @@ void Runner::linear(const Op& op, const Step& step, int member) {
   int total = 0;
   for (const auto& o : op.outputs) total += weights_[static_cast<size_t>(o.weight)].row_blocks();
   const Weight& first = weights_[static_cast<size_t>(op.outputs[0].weight)];
+  // With rows enough, a thread's part is its rows times all outputs, so that it finds them in its cache before and
+  // after; with fewer, all rows times its part of the outputs: each weight is read once.
+  const int threads = team_->active(), tiles = fewest_tiles(op, rows),
+            parts = tiles >= kTilesPerPart * threads ? threads : 1;
   const int by_bytes = static_cast<int>(kChunkBytes / first.row_block_bytes()) + 1;
-  const int by_macs = static_cast<int>(kChunkMacs / (8ll * op.width * rows)) + 1;
-  const int by_share = std::max(1, total / (6 * team_->active()));
+  const int by_macs = static_cast<int>(kChunkMacs / (8ll * op.width * rows / parts)) + 1;
+  const int by_share = std::max(1, total * parts / (6 * threads));
   // Whole packs of the widest kernels, which are whole cache lines of output too.
   const int chunk = std::max(1, std::min({by_bytes * 4, by_macs, by_share}) / kRowBlockPack) * kRowBlockPack;
-  for (int begin = take(op.first_counter + 1, chunk); begin < total; begin = take(op.first_counter + 1, chunk)) {
+  const int chunks = (total + chunk - 1) / chunk;
+  for (Share share; take(own, chunks * parts, 1, &share);) {
+    const int part = share.begin / chunks, begin = share.begin % chunks * chunk;
     int base = 0;
-    for (const auto& o : op.outputs) {
-      const Weight& w = weights_[static_cast<size_t>(o.weight)];
-      const int from = std::max(begin - base, 0), to = std::min(begin + chunk - base, w.row_blocks());
-      if (from < to) {
-        const ActKind kind = act_kind(w);
-        const Activations acts =
-            act_view(kind, kernels_->act_layout(kind, rows), rows, op.width, memory + act_offset(op, kind, rows));
-        const Buffer& out = buffers_[static_cast<size_t>(o.buffer)];
-        const float* bias = o.bias >= 0 ? constants_[static_cast<size_t>(o.bias)].data() : nullptr;
-        kernels_->gemm(w, acts, bias, o.accumulate, out.row(0), static_cast<size_t>(out.width), from, to,
-                       own.gemm.data());
-      }
-      base += w.row_blocks();
+    for (int o = 0; o < static_cast<int>(op.outputs.size()); ++o) {
+      const int row_blocks = weights_[static_cast<size_t>(op.outputs[static_cast<size_t>(o)].weight)].row_blocks();
+      const int from = std::max(begin - base, 0), to = std::min(begin + chunk - base, row_blocks);
+      if (from < to) multiply(op, o, rows, part, parts, {from, to}, memory, own);
+      base += row_blocks;
     }
   }
+}
+
+// Of the forms of activations that an op needs, the one with fewest tiles.
+int Runner::fewest_tiles(const Op& op, int rows) const {
+  int fewest = rows;
+  for (int k = 0; k < 3; ++k) {
+    const auto kind = static_cast<ActKind>(k);
+    if (op.needs[k])
+      fewest = std::min(fewest, act_view(kind, kernels_->act_layout(kind, rows), rows, 32, nullptr).num_tiles());
+  }
+  return fewest;
+}
+
+// One output's row blocks for one of `parts` parts of the rows.
+void Runner::multiply(const Op& op, int output, int rows, int part, int parts, Share row_blocks, uint8_t* memory,
+                      Member& own) {
+  const LinearOutput& o = op.outputs[static_cast<size_t>(output)];
+  const Weight& w = weights_[static_cast<size_t>(o.weight)];
+  const ActKind kind = act_kind(w);
+  const Activations whole =
+      act_view(kind, kernels_->act_layout(kind, rows), rows, op.width, memory + act_offset(op, kind, rows));
+  const int begin = whole.num_tiles() * part / parts, end = whole.num_tiles() * (part + 1) / parts;
+  const Buffer& out = buffers_[static_cast<size_t>(o.buffer)];
+  const float* bias = o.bias >= 0 ? constants_[static_cast<size_t>(o.bias)].data() : nullptr;
+  kernels_->gemm(w, tiles_of(whole, begin, end), bias, o.accumulate, out.row(whole.tile_start(begin)),
+                 static_cast<size_t>(out.width), row_blocks.begin, row_blocks.end, own.gemm.data());
 }
 
 // ---------------------------------------------------------------- sampling
 
 void Runner::sample(const Step& step, int member) {
   Member& own = *members_[static_cast<size_t>(member)];
-  const Op& op = ops_.back();
   const size_t vocab = static_cast<size_t>(config_.vocab_size);
-  for (int i = take(op.first_counter, 1); i < step.num_samples; i = take(op.first_counter, 1)) {
+  for (Share share; take_next(own, step.num_samples, 1, &share);) {
+    const int i = share.begin;
     float* logits = buffers_[static_cast<size_t>(logits_)].row(i);
     if (step.logits_out) std::memcpy(step.logits_out + static_cast<size_t>(i) * vocab, logits, vocab * sizeof(float));
     const SampledPosition& s = step.samples[i];

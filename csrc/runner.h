@@ -147,7 +147,6 @@ class Runner {
     int table = -1;  // rope table
     std::vector<LinearOutput> outputs = {};
     bool needs[3] = {false, false, false};  // forms of activations, by ActKind
-    int first_counter = 0;
   };
   struct Buffer {
     int width;
@@ -167,10 +166,16 @@ class Runner {
   };
 
   struct Member;  // a thread's private scratch
+  struct Share {  // of a phase's units
+    int begin, end;
+  };
   void execute(int member, const Step& step);
   void quantise_row(const Op& op, int row, int slot_rows, int slice, int slices, uint8_t* memory, Member& own);
   void quantise_rows(const Op& op, int rows, uint8_t* memory, Member& own);
   void linear(const Op& op, const Step& step, int member);
+  int fewest_tiles(const Op& op, int rows) const;
+  void multiply(const Op& op, int output, int rows, int part, int parts, Share row_blocks, uint8_t* memory,
+                Member& own);
   void rope_kv(const Op& op, const Step& step, int member);
   void attention(const Op& op, const Step& step, int member);
   void attend_unit(const Op& op, const Step& step, const AttentionUnit& unit, int unit_index, int kv_head, Member& own);
@@ -179,9 +184,15 @@ class Runner {
   bool await_mask(const SampledPosition& sample);
   void rows_in_parallel(const Op& op, const Step& step, int member);
   void barrier(int member, const Op* next);
-  int take(int counter, int chunk) {
-    return counters_[static_cast<size_t>(counter)].value.fetch_add(chunk, std::memory_order_relaxed);
+  // Every thread has a part of a phase's units and takes chunks from it, then from the parts of the others: what a
+  // thread works on lies in its own cache from phase to phase, and one that is kept off its core holds up nobody.
+  bool take(Member& own, int units, int chunk, Share* share);
+  // Chunks in order, whoever comes: for units that differ in size.
+  bool take_next(const Member& own, int units, int chunk, Share* share);
+  std::atomic<int>& taken(int phase, int part) {
+    return counters_[static_cast<size_t>(phase % kCounterSets * team_->size() + part)].value;
   }
+  void prefetch_next(int member, const Op* next);
   KvView kv_view(int layer) const;
   int rows_of(int buffer, const Step& step) const {
     return buffers_[static_cast<size_t>(buffer)].is_sampled ? step.num_samples : step.num_tokens;
@@ -192,6 +203,8 @@ class Runner {
   struct alignas(64) Counter {
     std::atomic<int> value{0};
   };
+  // One in use, one that stragglers of the phase before may still look at, one that is cleared.
+  static constexpr int kCounterSets = 3;
 
   RunnerConfig config_;
   const Kernels* kernels_;
@@ -202,8 +215,7 @@ class Runner {
   std::vector<Buffer> buffers_;
   std::vector<RopeTable> tables_;
   std::vector<Op> ops_;
-  std::unique_ptr<Counter[]> counters_;
-  int num_counters_ = 0;
+  std::unique_ptr<Counter[]> counters_;  // [kCounterSets][threads]
   std::vector<std::unique_ptr<Member>> members_;
   PageBuffer kv_;
   std::unique_ptr<PagesAhead> kv_ahead_;  // after kv_: its thread ends before the memory goes

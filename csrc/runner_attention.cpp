@@ -27,16 +27,15 @@ KvView Runner::kv_view(int layer) const {
 }
 
 void Runner::rope_kv(const Op& op, const Step& step, int member) {
-  (void)member;
+  Member& own = *members_[static_cast<size_t>(member)];
   const RopeTable& table = tables_[static_cast<size_t>(op.table)];
   const size_t half = static_cast<size_t>(op.rotary_dim / 2);
   const KvView kv = kv_view(op.layer);
   // Keys lie with the slots of a block side by side: two threads that fill one block take its lines from each other.
   const int chunk = step.num_tokens > kFewTokens * step.num_rows ? config_.block_size : 1;
-  for (int begin = take(op.first_counter, chunk); begin < step.num_tokens; begin = take(op.first_counter, chunk)) {
-    const int end = std::min(begin + chunk, step.num_tokens);
+  for (Share share; take(own, step.num_tokens, chunk, &share);) {
     int r = 0;
-    for (int t = begin; t < end; ++t) {
+    for (int t = share.begin; t < share.end; ++t) {
       while (t >= step.rows[r].first_token + step.rows[r].num_tokens) ++r;
       const int position = step.positions[t];
       const float* cos = table.cos.data() + static_cast<size_t>(position) * half;
@@ -104,9 +103,8 @@ void Runner::plan_attention(const Step& step) {
 void Runner::attention(const Op& op, const Step& step, int member) {
   Member& own = *members_[static_cast<size_t>(member)];
   const int heads = config_.num_kv_heads, total = static_cast<int>(units_.size()) * heads;
-  for (int begin = take(op.first_counter, heads_at_once_); begin < total;
-       begin = take(op.first_counter, heads_at_once_)) {
-    for (int i = begin; i < begin + heads_at_once_; ++i) {
+  for (Share share; take_next(own, total, heads_at_once_, &share);) {
+    for (int i = share.begin; i < share.end; ++i) {
       attend_unit(op, step, units_[static_cast<size_t>(i / heads)], i / heads, i % heads, own);
     }
   }

@@ -162,8 +162,6 @@ void Runner::finish(int logits) {
   int max_width = 0, max_cols = 0;
   size_t shared = 0, own = 0;
   for (auto& op : ops_) {
-    op.first_counter = num_counters_;
-    num_counters_ += 2;
     max_width = std::max(max_width, op.width);
     if (op.kind != OpKind::kLinear) continue;
     max_cols = std::max(max_cols, op.width);
@@ -171,7 +169,6 @@ void Runner::finish(int logits) {
     shared = std::max(shared, act_total(op, rows));
     own = std::max(own, act_total(op, kPrivateRows));
   }
-  counters_ = std::make_unique<Counter[]>(static_cast<size_t>(num_counters_));
   shared_acts_ = PageBuffer(shared);
   scratch_bytes_ += shared;
 
@@ -180,6 +177,7 @@ void Runner::finish(int logits) {
   const size_t result = queries * split_result_floats(config_.head_dim) * sizeof(float);
   for (int i = 0; i < std::max(1, config_.num_threads); ++i) {
     auto m = std::make_unique<Member>();
+    m->index = i;
     m->acts = PageBuffer(own);
     m->row = PageBuffer(floats(max_width));
     m->gemm = PageBuffer(gemm_scratch_bytes(max_cols));
@@ -195,6 +193,7 @@ void Runner::finish(int logits) {
   splits_left_ = std::make_unique<std::atomic<int>[]>(static_cast<size_t>(config_.max_tokens) *
                                                       static_cast<size_t>(config_.num_kv_heads));
   team_ = std::make_unique<ThreadTeam>(config_.num_threads);
+  counters_ = std::make_unique<Counter[]>(static_cast<size_t>(kCounterSets * team_->size()));
 }
 
 }  // namespace firstlight

@@ -20,6 +20,8 @@ inline size_t floats(int n) { return static_cast<size_t>(n) * sizeof(float); }
 
 // One thread's scratch.
 struct Runner::Member {
+  int index = 0;
+  int phase = 0;  // barriers of this step so far
   PageBuffer acts, row, gemm, query, running, part, attention;
   std::vector<int32_t> first, limit;
   std::unique_ptr<SampleScratch> sampling;

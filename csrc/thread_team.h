@@ -1,6 +1,6 @@
 // Persistent threads that run one function together, with a barrier that spins briefly and then sleeps.
 //
-// The caller is member 0. Work inside a phase is taken in chunks from a shared counter, so a member that the kernel has
+// The caller is member 0. Work inside a phase is taken in chunks, by whoever is free, so a member that the kernel has
 // descheduled costs at most the chunk it holds. When a neighbour keeps a core busy, even that is too much: the team
 // measures how long member 0 waits or is off its core, and runs alone for a while when that share is high. Results
 // never depend on how many members run.
